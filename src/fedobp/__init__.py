@@ -1,0 +1,45 @@
+"""Personalised federated learning: many clients share one model, and each keeps a few parameters of its own.
+
+    import fedobp
+
+    federation = fedobp.Federation(fedobp.Config(dataset="digits", clients=20, alpha=0.1))
+    result = federation.run("fedobp", q=0.999)
+    print(result.accuracy.pooled, result.history[-1])
+    module = federation.model.module()
+    module.load_state_dict(result.state_dict(client=7))
+
+Everything a caller can put right is raised as `FedobpError`. Names are loaded on first use: torch takes its time.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fedobp._version import __version__
+from fedobp.errors import FedobpError
+
+if TYPE_CHECKING:
+    from fedobp.config import Config
+    from fedobp.evaluation import Accuracy
+    from fedobp.federation import Federation, Progress, Result
+    from fedobp.models import Model
+    from fedobp.runs import load_state_dict
+
+__all__ = [
+    "Accuracy", "Config", "Federation", "FedobpError", "Model", "Progress", "Result", "__version__", "load_state_dict",
+]  # fmt: skip
+
+_HOMES = {
+    "Accuracy": "evaluation",
+    "Config": "config",
+    "Federation": "federation",
+    "Model": "models",
+    "Progress": "federation",
+    "Result": "federation",
+    "load_state_dict": "runs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fedobp' has no attribute '{name}'")
+    return getattr(import_module(f"fedobp.{_HOMES[name]}"), name)

@@ -1,0 +1,35 @@
+"""The methods, one file each, and the registry that names them."""
+
+from fedobp.algorithms.base import (
+    Client,
+    Method,
+    Moment,
+    Option,
+    Program,
+    Record,
+    Sparse,
+    Start,
+    Tensors,
+    Train,
+)
+from fedobp.algorithms.fedavg import FedAvg, FedAvgFT, FedAvgLast
+from fedobp.algorithms.fedobp import FedOBP
+from fedobp.algorithms.fedper import FedPer
+from fedobp.algorithms.local import LocalOnly
+from fedobp.errors import unknown
+
+__all__ = [
+    "METHODS", "Client", "Method", "Moment", "Option", "Program", "Record", "Sparse", "Start", "Tensors", "Train",
+    "method_class",
+]  # fmt: skip
+
+METHODS: dict[str, type[Method]] = {
+    method.name: method for method in (FedOBP, FedAvg, FedAvgFT, FedAvgLast, LocalOnly, FedPer)
+}
+
+
+def method_class(name: str) -> type[Method]:
+    """Return a method's class by its name."""
+    if name not in METHODS:
+        raise unknown("method", name, METHODS)
+    return METHODS[name]

@@ -1,0 +1,204 @@
+"""What an algorithm is.
+
+A method is a frozen dataclass whose fields are its options. It holds no state, knows no device, file or engine, and
+consists of two kinds of functions:
+
+- `begin`, `send`, `receive` run on the server and see the whole cohort: tensors have a leading axis of clients;
+- `local` and `serve` return a *program* that one client runs: plain functions of one `Client` (no leading axis), and
+  `Train`, which an engine carries out. An engine may vectorise both; a remote node calls them as they are.
+
+State has three homes: `server` (one), `row` (a client's record on the server) and `own` (a client's state, which never
+leaves it). By convention `server["theta"]` is the global model; entries that nobody shares stay at theta^0 there.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from fedobp.errors import FedobpError, unknown
+from fedobp.models import Model
+
+Tensors = dict[str, Tensor]
+Option = float | int | str
+
+
+class Sparse(NamedTuple):
+    """A vector of which only the entries in `keep` cross the wire; the receiver finds NaN in all others."""
+
+    values: Tensor
+    keep: Tensor
+
+    def fill(self, other: Tensor) -> Tensor:
+        """Return the values where they were sent, and `other` elsewhere."""
+        return torch.where(self.keep, self.values, other)
+
+
+Record = dict[str, Tensor | Sparse]
+
+
+@dataclass(frozen=True)
+class Client:
+    """All that one client's functions may see. Functions return a changed copy."""
+
+    own: Tensors  # lives on the client from round to round
+    down: Record  # what `send` gave this client
+    work: Tensors  # scratch, forgotten after the program; the model in use is work["theta"]
+    up: Record  # what `receive` will get
+    hp: Tensors  # lr, momentum, weight_decay and the method's float options, as 0-d tensors
+
+    @property
+    def theta(self) -> Tensor:
+        """The model in use."""
+        return self.work["theta"]
+
+    def set(self, **work: Tensor) -> "Client":
+        """Return a client with changed scratch values. `theta` is the model; `mine` marks its personal entries."""
+        return replace(self, work={**self.work, **work})
+
+    def remember(self, **own: Tensor) -> "Client":
+        """Return a client that keeps these values until its next visit."""
+        return replace(self, own={**self.own, **own})
+
+    def upload(self, **up: Tensor | Sparse) -> "Client":
+        """Return a client that will send these values to the server."""
+        return replace(self, up={**self.up, **up})
+
+
+@dataclass(frozen=True)
+class Train:
+    """Epochs of SGD on work["theta"] with cross-entropy; a last batch of a single sample is skipped."""
+
+    epochs: int
+
+
+Program = Sequence[Train | Callable[[Model, Client], Client]]
+
+
+class Start(NamedTuple):
+    """The state before round 1; every client starts with the same `row` and `own`."""
+
+    server: Tensors
+    row: Tensors
+    own: Tensors
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When and with whom: what programs and server functions may depend on."""
+
+    round: int
+    rounds: int
+    clients: int
+    epochs: int  # the local epochs that every method may spend on a visit
+    cohort: Tensor  # client ids, in sampled order
+
+
+def option(
+    default: Any, doc: str, *, choices: Sequence[str] = (), low: float | None = None, high: float | None = None
+) -> Any:
+    """Declare a method's option: its default, what it does and where the default comes from, and its range."""
+    return field(default=default, metadata={"doc": doc, "choices": tuple(choices), "low": low, "high": high})
+
+
+@dataclass(frozen=True)
+class Method:
+    """Base of all methods: fields are options (floats reach clients as `hp`), functions as described above."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    paper: ClassVar[str]
+
+    def begin(self, model: Model, theta: Tensor) -> Start:
+        """Return the state before round 1, given theta^0."""
+        raise NotImplementedError
+
+    def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
+        """Return (what each client of the cohort receives, its changed rows).
+
+        Also called to evaluate; the rows are dropped then, so testing changes nothing.
+        """
+        raise NotImplementedError
+
+    def local(self, model: Model, now: Moment) -> Program:
+        """Return what a client does in a round: from its download to its upload."""
+        raise NotImplementedError
+
+    def receive(
+        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
+    ) -> tuple[Tensors, Tensors]:
+        """Return (server state, rows) after the cohort's uploads; n counts each client's training samples."""
+        raise NotImplementedError
+
+    def serve(self, model: Model, now: Moment) -> Program:
+        """Return how a client makes the model to use now: it ends in work["theta"], changes to `own` are dropped.
+
+        Entries that are the client's own are marked in work["mine"] (absent: none are).
+        """
+        raise NotImplementedError
+
+    def floats(self) -> dict[str, float]:
+        """Return the options that reach clients as numbers."""
+        return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), float)}
+
+    @classmethod
+    def options(cls) -> list[Field[Any]]:
+        """Return the declared options."""
+        return list(fields(cls))
+
+    @classmethod
+    def configure(cls, given: Mapping[str, Option]) -> Self:
+        """Return the method with the given options, each checked against its field's type, range and choices."""
+        known = {f.name: f for f in cls.options()}
+        for name in given:
+            if name not in known:
+                if not known:
+                    raise FedobpError(f"method '{cls.name}' has no options, so '{name}' cannot be set")
+                raise unknown(f"option of {cls.name}", name, known)
+        return cls(**{name: _checked(cls.name, known[name], value) for name, value in given.items()})
+
+
+def _checked(method: str, spec: Field[Any], value: Option) -> Option:
+    """Return an option's value in its field's type, or say what it should be."""
+    where, meta, kind = f"option '{spec.name}' of {method}", spec.metadata, type(spec.default)
+    assert spec.default is not MISSING
+    if meta["choices"]:
+        if value not in meta["choices"]:
+            raise unknown(where, str(value), meta["choices"])
+        return value
+    try:
+        number = kind(value)
+        if isinstance(value, bool) or number != float(value):
+            raise ValueError
+    except (ValueError, OverflowError):
+        noun = "whole number" if kind is int else "number"
+        raise FedobpError(f"{where} must be a {noun}, not '{value}'") from None
+    low, high = meta["low"], meta["high"]
+    if (low is not None and number < low) or (high is not None and number > high):
+        span = f"between {low} and {high}" if high is not None else f"at least {low}"
+        raise FedobpError(f"{where} must be {span}, not {value}")
+    return number  # type: ignore[no-any-return]
+
+
+def dense(record: Record, name: str) -> Tensor:
+    """Return a value that crosses the wire whole."""
+    value = record[name]
+    assert isinstance(value, Tensor)
+    return value
+
+
+def to_all(vector: Tensor, now: Moment) -> Tensor:
+    """Return one vector as every cohort member's download; no memory is spent on copies."""
+    return vector.expand(len(now.cohort), -1)
+
+
+def average(before: Tensor, uploads: Tensor, n: Tensor) -> Tensor:
+    """Eq. 2 and 11: the mean of [clients, N] weighted by samples, without eq. 11's extra 1/|C| (a misprint).
+
+    Taken as before + mean(uploads - before): in floating point the plain mean of equal models is not that model, and
+    scores of entries that nobody changed would become rounding noise instead of 0.
+    """
+    weights = n.to(uploads.dtype) / n.sum()
+    return before + weights @ (uploads - before)

@@ -1,0 +1,207 @@
+"""Datasets: arrays of inputs and labels, kept as one npz per name, read and written without pickle."""
+
+import os
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedobp.data.known import KNOWN
+from fedobp.errors import FedobpError, unknown
+
+EMBEDDED = "digits"
+
+
+@dataclass(frozen=True)
+class Info:
+    """What `fedobp data list` says of a dataset; `samples` is None while its file is not there."""
+
+    name: str
+    samples: int | None
+    shape: tuple[int, ...]
+    classes: int
+    available: bool
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Inputs [N, H, W], [N, H, W, C] or [N, features], as uint8 or float32, and labels 0..classes-1."""
+
+    name: str
+    x: NDArray[Any]
+    y: NDArray[np.int64]
+    labels: NDArray[np.int64]  # what label 0, 1, ... was called in the file
+    n_train: int  # how many leading samples are the official training split; 0: not known
+
+    @property
+    def classes(self) -> int:
+        """How many labels there are."""
+        return len(self.labels)
+
+    @property
+    def info(self) -> Info:
+        """Name and sizes."""
+        return Info(self.name, len(self.y), self.x.shape[1:], self.classes, available=True)
+
+
+def data_dir(given: str | None = None) -> Path:
+    """Return the folder that holds datasets: the given one, else FEDOBP_DATA, else the user's cache folder."""
+    if given or os.environ.get("FEDOBP_DATA"):
+        return Path(given or os.environ["FEDOBP_DATA"]).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedobp" / "data"
+
+
+def names(folder: Path) -> list[str]:
+    """Return the names of all known and all imported datasets, the paper's first."""
+    return list(dict.fromkeys([*KNOWN, *sorted(path.stem for path in folder.glob("*.npz"))]))
+
+
+def load(name: str, folder: Path) -> Dataset:
+    """Return a dataset by name, from its file or, for the digits, from scikit-learn."""
+    if name == EMBEDDED:
+        return _digits()
+    return parse(name, _open(name, folder))
+
+
+def describe(name: str, folder: Path) -> Info:
+    """Return a dataset's sizes; of a large file only the array headers and the labels are read."""
+    if name == EMBEDDED:
+        return _digits().info
+    path = _find(name, folder)
+    if path is None:
+        known = KNOWN[name]
+        return Info(name, None, known.shape, known.classes, available=False)
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open("x.npy") as member:
+            version = np.lib.format.read_magic(member)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, _ = read(member)
+        with np.load(path, allow_pickle=False) as arrays:
+            labels = _labels(name, np.asarray(arrays["y"]), arrays)
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise _unreadable(path, error) from error
+    return Info(name, shape[0], tuple(shape[1:]), len(labels), available=True)
+
+
+def store(name: str, source: Path, folder: Path) -> Dataset:
+    """Check the npz file `source` and keep it in the folder under a name; nothing is ever overwritten."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
+        raise FedobpError(f"'{name}' cannot name a dataset: use lower-case letters, digits, '-', '_' and '.'")
+    target = folder / f"{name}.npz"
+    if name == EMBEDDED or target.exists():
+        place = "is built in" if name == EMBEDDED else f"exists already ({target})"
+        raise FedobpError(f"dataset '{name}' {place}: import under another name, or remove that file first")
+    dataset = parse(name, _read(source))
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = folder / f".{name}.{os.getpid()}.part"
+    try:
+        with beside.open("wb") as file:
+            arrays = {"x": dataset.x, "y": dataset.labels[dataset.y], "n_train": np.int64(dataset.n_train)}
+            np.savez(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+    return dataset
+
+
+def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
+    """Check arrays `x`, `y` and optional `n_train`, and return them as a dataset."""
+    missing = [key for key in ("x", "y") if key not in arrays]
+    if missing:
+        found = ", ".join(arrays) or "nothing"
+        raise FedobpError(f"dataset '{name}' lacks the array '{missing[0]}' (it has {found}): save x and y with np.savez")
+    x, y = arrays["x"], arrays["y"]
+    if y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    if x.ndim not in (2, 3, 4) or y.ndim != 1 or len(x) != len(y) or not x.size:
+        raise FedobpError(
+            f"dataset '{name}' has x of shape {x.shape} and y of shape {y.shape}: x must be [N, features], [N, H, W] "
+            "or [N, H, W, channels], and y [N]"
+        )
+    if x.dtype != np.uint8:
+        if not np.issubdtype(x.dtype, np.floating):
+            raise FedobpError(f"dataset '{name}' has x of type {x.dtype}: convert it to uint8 or float32")
+        x = x.astype(np.float32, copy=False)
+        if not np.isfinite(x).all():
+            raise FedobpError(f"dataset '{name}' has NaN or infinite values in x: remove or replace those samples")
+    known = KNOWN.get(name)
+    if known and x.shape[1:] not in (known.shape, (*known.shape, 1)):
+        raise FedobpError(
+            f"dataset '{name}' has samples of shape {x.shape[1:]}, and {name} has {known.shape}: import it under "
+            "another name"
+        )
+    labels = _labels(name, y, arrays)
+    n_train = int(arrays["n_train"]) if "n_train" in arrays and arrays["n_train"].size == 1 else 0
+    if not 0 <= n_train <= len(y):
+        raise FedobpError(f"dataset '{name}' has n_train {n_train} of {len(y)} samples: give 0 where it is not known")
+    return Dataset(name, x, np.searchsorted(labels, y).astype(np.int64), labels, n_train)
+
+
+def _labels(name: str, y: NDArray[Any], arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.int64]:
+    """Return what label 0, 1, ... is called: all of a known set's, or those that occur."""
+    if not np.issubdtype(y.dtype, np.integer):
+        raise FedobpError(f"dataset '{name}' has labels of type {y.dtype}: y must hold integers")
+    occurring = np.unique(y).astype(np.int64)
+    if name in KNOWN:
+        classes = KNOWN[name].classes
+        if occurring[0] < 0 or occurring[-1] >= classes:
+            raise FedobpError(
+                f"dataset '{name}' has labels from {occurring[0]} to {occurring[-1]}, and {name} has 0 to "
+                f"{classes - 1}: import it under another name"
+            )
+        return np.arange(classes)
+    if len(occurring) < 2:
+        raise FedobpError(f"dataset '{name}' has only the label {occurring[0]}: there is nothing to learn")
+    return occurring
+
+
+def _find(name: str, folder: Path) -> Path | None:
+    """Return a dataset's file; None where a known one is absent."""
+    path = folder / f"{name}.npz"
+    known = names(folder)
+    if name not in known:
+        raise unknown("dataset", name, known)
+    return path if path.exists() else None
+
+
+def _open(name: str, folder: Path) -> dict[str, NDArray[Any]]:
+    path = _find(name, folder)
+    if path is None:
+        raise FedobpError(
+            f"dataset '{name}' is not in {folder}: run `fedobp data import {name} FILE.npz` with arrays x and y, or "
+            "point --data-dir to where it is"
+        )
+    return _read(path)
+
+
+def _read(path: Path) -> dict[str, NDArray[Any]]:
+    if not path.is_file():
+        raise FedobpError(f"there is no file {path}: give the path of an npz file with arrays x and y")
+    try:
+        arrays = np.load(path, allow_pickle=False)
+        if not isinstance(arrays, np.lib.npyio.NpzFile):
+            raise ValueError("one bare array")
+        with arrays:
+            return {key: arrays[key] for key in arrays.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> FedobpError:
+    reason = "it holds pickled objects, which are never read" if "pickle" in str(error).lower() else "it is damaged"
+    return FedobpError(f"{path} cannot be read as an npz file of plain arrays ({reason}): save it anew with np.savez")
+
+
+def _digits() -> Dataset:
+    """scikit-learn's 1,797 handwritten digits, 8x8, 16 grey levels (UCI ML hand-written digits, test part)."""
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    return parse(EMBEDDED, {"x": x.reshape(-1, 8, 8).astype(np.uint8), "y": y.astype(np.int64)})

@@ -1,0 +1,16 @@
+"""The one exception for what a caller can put right, and sentences that suggest the near miss."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class FedobpError(Exception):
+    """Something the caller can put right: its text is one sentence that says what is wrong and what to do."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> FedobpError:
+    """Return the error for a name that does not exist, with the nearest one that does."""
+    names = list(known)
+    near = get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    return FedobpError(f"unknown {kind} '{name}': {hint}known are {', '.join(names)}")

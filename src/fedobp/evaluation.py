@@ -1,0 +1,192 @@
+"""Evaluation is a protocol: which model, which clients, which average, which round. It is printed with every result."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from fedobp.algorithms import Method, Moment, Tensors, Train
+from fedobp.data import FederatedData, Split
+from fedobp.engine import Engine, Store
+from fedobp.errors import FedobpError
+from fedobp.models import Model
+
+_CHUNK = 1 << 24  # entries: how much of all clients' models is held at once
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Accuracies in per cent, over all clients that have test samples."""
+
+    pooled: float  # all clients' predictions together: large clients count more
+    client_mean: float  # every client counts once
+    client_std: float  # population standard deviation over clients
+    worst_decile: float  # mean of the lowest tenth of clients, at least one
+    balanced: float  # mean recall over the classes that occur, pooled
+    majority_class: float  # always answering the client's most frequent training label, pooled
+
+
+def accuracy(predicted: Sequence[Tensor], targets: Sequence[Tensor], counts: Sequence[Tensor]) -> Accuracy:
+    """Compare each client's predictions with its targets; `counts` are its labels' frequencies in training."""
+    tested = [i for i, target in enumerate(targets) if len(target)]
+    if not tested:
+        raise FedobpError("no client has a sample to evaluate on: use fewer --clients or more data")
+    right = [(predicted[i] == targets[i]).double() for i in tested]
+    # Ties for the most frequent label go to the lowest one (argmax's own choice is not defined).
+    majority = [int((counts[i] == counts[i].max()).nonzero()[0]) for i in tested]
+    guessed = [(targets[i] == label).double() for i, label in zip(tested, majority, strict=True)]
+    per_client = torch.stack([r.mean() for r in right])
+    pooled_right, pooled_targets = torch.cat(right), torch.cat([targets[i] for i in tested])
+    recalls = torch.stack([pooled_right[pooled_targets == label].mean() for label in pooled_targets.unique()])
+    lowest = per_client.sort().values[: max(1, len(tested) // 10)]
+    return Accuracy(
+        pooled=_percent(pooled_right.mean()),
+        client_mean=_percent(per_client.mean()),
+        client_std=_percent(per_client.std(correction=0)),
+        worst_decile=_percent(lowest.mean()),
+        balanced=_percent(recalls.mean()),
+        majority_class=_percent(torch.cat(guessed).mean()),
+    )
+
+
+def _percent(share: Tensor) -> float:
+    return 100 * float(share)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Which rounds are reported and how one of them is chosen; always all clients, on their test parts."""
+
+    name: str
+    average: str
+    rounds: tuple[int, ...]
+    pick: str  # "last", or "best" by pooled accuracy
+    model: str = "as served, before local training"
+    clients: str = "all"
+    split: str = "test"
+
+    def to_json(self) -> dict[str, object]:
+        """Return the protocol as plain values."""
+        return {**asdict(self), "rounds": list(self.rounds)}
+
+    def choose(self, reported: Sequence[Accuracy]) -> Accuracy | None:
+        """Return the accuracy to report out of those at `rounds`, the first of equals; None if there are none."""
+        if not reported:
+            return None
+        return reported[-1] if self.pick == "last" else max(reported, key=lambda column: column.pooled)
+
+
+PAPER_ROUNDS = (100, 200, 300, 400)
+
+
+def protocol(name: str, rounds: int) -> Protocol:
+    """Return the protocol `default` (the last round) or `paper` (the best of rounds 100, 200, 300 and 400)."""
+    if name == "default":
+        return Protocol("default", "pooled and client mean", (rounds,), "last")
+    reached = tuple(r for r in PAPER_ROUNDS if r <= rounds)
+    if not reached:
+        raise FedobpError(
+            f"--protocol paper reports the best of rounds 100, 200, 300 and 400, and --rounds {rounds} reaches none of "
+            "them: use at least 100 rounds, or --protocol default"
+        )
+    return Protocol("paper", "pooled", reached, "best")
+
+
+@dataclass(frozen=True)
+class Personal:
+    """Entries of the served models that are the clients' own."""
+
+    mean: float
+    min: int
+    max: int
+    share: float  # the mean as a share of the model
+
+
+@dataclass(frozen=True)
+class Report:
+    """One evaluation of all clients. `last` and `finetuned` are None where they were not asked for."""
+
+    round: int
+    served: Accuracy
+    validation: Accuracy | None
+    last: Accuracy | None
+    finetuned: Accuracy | None
+    personal: Personal
+    personal_by_tensor: dict[str, float]  # mean over clients
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as plain values."""
+        return {
+            "accuracy": asdict(self.served),
+            **{
+                name: asdict(column)
+                for name in ("validation", "last", "finetuned")
+                if (column := getattr(self, name)) is not None
+            },
+            "personal": asdict(self.personal),
+            "personal_by_tensor": self.personal_by_tensor,
+        }
+
+
+class Evaluator:
+    """Tests every client of a federation, a few at a time, without changing anybody's state."""
+
+    def __init__(self, method: Method, model: Model, data: FederatedData, engine: Engine, finetune_epochs: int) -> None:
+        self._method, self._model, self._data, self._engine = method, model, data, engine
+        self._finetune_epochs = finetune_epochs
+        everyone = range(data.clients)
+        self._counts = [data.counts(client) for client in everyone]
+        self._targets: dict[Split, list[Tensor]] = {
+            split: [data.targets(client, split) for client in everyone] for split in ("val", "test")
+        }
+        self._validates = any(map(len, self._targets["val"]))
+
+    def __call__(
+        self,
+        moment: Callable[[Tensor], Moment],
+        server: Tensors,
+        rows: Store,
+        hp: Tensors,
+        *,
+        everything: bool,
+        keep: Callable[[int, Tensor, Tensor], None] | None = None,
+    ) -> Report:
+        """Evaluate; with `everything`, also the last local and the fine-tuned models. `keep` gets each served one."""
+        method, model, engine = self._method, self._model, self._engine
+        found: dict[str, list[Tensor]] = {"served": [], "validation": [], "last": [], "finetuned": []}
+        counts: list[Tensor] = []
+        for chunk in torch.arange(self._data.clients).split(max(1, _CHUNK // model.layout.size)):
+            now = moment(chunk)
+            down, _ = method.send(model, now, server, rows.gather(chunk.tolist()))
+            program = method.serve(model, now)
+            served = engine.serve(now, program, down, hp)
+            found["served"] += engine.predict(now, served["theta"], "test")
+            if self._validates:
+                found["validation"] += engine.predict(now, served["theta"], "val")
+            if everything:
+                found["last"] += engine.predict(now, engine.last(now, server["theta"]), "test")
+                if self._finetune_epochs:
+                    tuned = engine.serve(now, [*program, Train(self._finetune_epochs)], down, hp)
+                    found["finetuned"] += engine.predict(now, tuned["theta"], "test")
+            per_tensor = [part.sum(dim=1) for part in served["mine"].split(list(model.layout.sizes), dim=1)]
+            counts.append(torch.stack(per_tensor, dim=1).cpu())
+            if keep:
+                for client, theta, mine in zip(chunk.tolist(), served["theta"], served["mine"], strict=True):
+                    keep(client, theta, mine)
+        columns = {
+            name: accuracy(predicted, self._targets["val" if name == "validation" else "test"], self._counts)
+            if predicted
+            else None
+            for name, predicted in found.items()
+        }
+        mine = torch.cat(counts)
+        by_tensor = mine.double().mean(dim=0).tolist()
+        total = mine.sum(dim=1)
+        mean = float(total.double().mean())
+        return Report(
+            round=now.round,
+            personal=Personal(mean, int(total.min()), int(total.max()), mean / model.layout.size),
+            personal_by_tensor=dict(zip(model.layout.names, by_tensor, strict=True)),
+            **columns,
+        )

@@ -1,0 +1,237 @@
+"""A federation of clients, and the round loop that trains a method on it."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedobp.algorithms import Moment, Option, Tensors, method_class
+from fedobp.config import Config
+from fedobp.data import FederatedData, data_dir, load, partition
+from fedobp.engine import Engine, Serial, Store
+from fedobp.evaluation import Accuracy, Evaluator, Personal, Protocol, Report, protocol
+from fedobp.keys import Purpose, fold, permutation
+from fedobp.models import Model
+from fedobp.runs import Models, RunFolder
+from fedobp.wire import payload_bytes
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is: passed to the caller after every round."""
+
+    method: str
+    round: int
+    rounds: int
+    accuracy: float | None  # pooled, of the newest evaluation
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Payload bytes of the whole cohort's messages; evaluation is not in it."""
+
+    down_per_round: float
+    up_per_round: float
+    down_total: int
+    up_total: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gave. Accuracies are per cent, chosen by `protocol`."""
+
+    config: Config
+    protocol: Protocol
+    accuracy: Accuracy  # of the served models
+    last: Accuracy  # of each client's own last local model
+    finetuned: Accuracy | None  # of the served models after `finetune_epochs` of local training
+    validation: Accuracy | None  # of the served models on the validation parts
+    history: list[tuple[int, float, float]]  # (round, pooled, client mean)
+    personal: Personal
+    bytes: Traffic
+    seconds: float
+    models: Models
+    out: Path | None
+
+    def state_dict(self, client: int | None = None) -> dict[str, Tensor]:
+        """Return a client's final model, or the global one, as an ordinary state dict."""
+        return self.models.state_dict(client)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain values: what `fedobp run --json` prints."""
+        config = self.config
+        head = {"method": config.method, "dataset": config.dataset, "seed": config.seed, "rounds": config.rounds}
+        columns = {
+            name: asdict(column) if (column := getattr(self, name)) else None
+            for name in ("accuracy", "last", "finetuned", "validation")
+        }
+        return {
+            **head,
+            "protocol": self.protocol.to_json(),
+            **columns,
+            "history": [list(point) for point in self.history],
+            "personal": asdict(self.personal),
+            "bytes": asdict(self.bytes),
+            "seconds": self.seconds,
+            "out": str(self.out) if self.out else None,
+        }
+
+
+def cohorts(config: Config) -> Iterator[Tensor]:
+    """Yield each round's clients, in the order in which they are visited."""
+    size = config.cohort_size
+    if config.sampling == "published":
+        # The authors' stream: Python's generator, one sample a round, drawn in order.
+        stream = random.Random(config.seed)
+        for _ in range(config.rounds):
+            yield torch.tensor(stream.sample(list(range(config.clients)), size))
+    else:
+        for round in range(1, config.rounds + 1):
+            yield permutation(fold(config.seed, round, Purpose.COHORT), config.clients)[:size]
+
+
+class Federation:
+    """Clients with their data, and the model they train: built once, to run any number of methods on."""
+
+    def __init__(self, config: Config | None = None) -> None:
+        self.config = config = config or Config()
+        dataset = load(config.dataset, data_dir(config.data_dir))
+        shards = partition(
+            dataset.y,
+            config.clients,
+            kind=config.partition,
+            alpha=config.alpha,
+            seed=config.partition_seed,
+            val_ratio=config.val_ratio,
+        )
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}[config.precision]
+        self.data = FederatedData(dataset, shards, torch.device(config.device), dtype)
+        self.model = Model(config.model, self.data.shape, self.data.classes)
+
+    def run(
+        self,
+        method: str | None = None,
+        *,
+        out: str | Path | None = None,
+        progress: Callable[[Progress], None] | None = None,
+        **options: Option,
+    ) -> Result:
+        """Train a method (the configuration's, unless another is named) and return what it gave.
+
+        `options` are the method's own, such as `q=0.999`. With `out`, the run is written to that folder.
+        """
+        config = self.config
+        if method is not None or options:
+            config = replace(config, method=method or config.method, options=options)
+        return _Run(self, config, Path(out) if out else None).train(progress or (lambda _: None))
+
+
+class _Run:
+    """One method's training on a federation."""
+
+    def __init__(self, federation: Federation, config: Config, out: Path | None) -> None:
+        self.config, self.model, data = config, federation.model, federation.data
+        self.method = method_class(config.method).configure(config.options)
+        theta = self.model.initial(config.seed).to(data.x.device, data.dtype)
+        state = self.method.begin(self.model, theta)
+        self.server, self.rows = state.server, Store(state.row)
+        self.engine: Engine = Serial(self.model, data, state.own, theta, config.seed, config.batch_size)
+        self.evaluate = Evaluator(self.method, self.model, data, self.engine, config.finetune_epochs)
+        self.protocol = protocol(config.protocol, config.rounds)
+        self.folder = RunFolder(out, config.to_toml()) if out else None
+        self.about = {"method": config.method, "model": config.model, **data.about()}
+
+    def train(self, progress: Callable[[Progress], None]) -> Result:
+        """Run all rounds, evaluate when the protocol or `eval_every` says so, and write it all down."""
+        config, begun = self.config, time.perf_counter()
+        traffic = [0, 0]
+        history: list[tuple[int, float, float]] = []
+        reports: list[Report] = []
+        models = Models(self.model.layout, self.server["theta"])
+        for round, cohort in enumerate(cohorts(config), start=1):
+            clock = time.perf_counter()
+            line: dict[str, Any] = {"round": round, "cohort": cohort.tolist(), **self._round(self._moment(round, cohort))}
+            trained = time.perf_counter() - clock
+            traffic = [traffic[0] + line["bytes_down"], traffic[1] + line["bytes_up"]]
+            final, reported = round == config.rounds, round in self.protocol.rounds
+            if final or reported or round % config.eval_every == 0:
+                if final:
+                    models = Models(self.model.layout, self.server["theta"])
+                report = self._evaluate(round, everything=reported, keep=models.add if final else None)
+                history.append((round, report.served.pooled, report.served.client_mean))
+                reports += [report] if reported else []
+                line |= report.to_json()
+            if self.folder:
+                self.folder.log("metrics", line)
+                self.folder.log("timings", {"round": round, "train": trained, "all": time.perf_counter() - clock})
+            progress(Progress(config.method, round, config.rounds, history[-1][1] if history else None))
+        return self._finish(reports, report.personal, history, traffic, models, time.perf_counter() - begun)
+
+    def _round(self, now: Moment) -> dict[str, Any]:
+        """The walk of one round (the paper's Algorithm 1, and every other method's); returns what it cost."""
+        method, model, cohort = self.method, self.model, now.cohort.tolist()
+        down, rows = method.send(model, now, self.server, self.rows.gather(cohort))
+        answer = self.engine.train(now, method.local(model, now), down, self._numbers(now.round))
+        self.server, rows = method.receive(model, now, self.server, rows, answer.up, answer.n)
+        self.rows.scatter(cohort, rows)
+        losses = [loss for loss in answer.loss if loss is not None]
+        mean_loss = sum(losses) / len(losses) if losses else None
+        return {"loss": mean_loss, "bytes_down": payload_bytes(down), "bytes_up": payload_bytes(answer.up)}
+
+    def _evaluate(
+        self, round: int, *, everything: bool, keep: Callable[[int, Tensor, Tensor], None] | None
+    ) -> Report:
+        return self.evaluate(
+            lambda clients: self._moment(round, clients),
+            self.server,
+            self.rows,
+            self._numbers(round),
+            everything=everything,
+            keep=keep,
+        )
+
+    def _moment(self, round: int, clients: Tensor) -> Moment:
+        return Moment(round, self.config.rounds, self.config.clients, self.config.epochs, clients)
+
+    def _numbers(self, round: int) -> Tensors:
+        """Return what clients get as `hp`, in the model's own precision."""
+        config, like = self.config, self.server["theta"]
+        rates = {"lr": config.lr_at(round), "momentum": config.momentum, "weight_decay": config.weight_decay}
+        return {name: like.new_tensor(value) for name, value in {**rates, **self.method.floats()}.items()}
+
+    def _finish(
+        self,
+        reports: list[Report],
+        personal: Personal,
+        history: list[tuple[int, float, float]],
+        traffic: list[int],
+        models: Models,
+        seconds: float,
+    ) -> Result:
+        """Choose what the protocol reports, and write models and result."""
+        config, (down, up) = self.config, traffic
+        chosen = {
+            name: self.protocol.choose([column for report in reports if (column := getattr(report, name)) is not None])
+            for name in ("served", "last", "finetuned", "validation")
+        }
+        result = Result(
+            config=config,
+            protocol=self.protocol,
+            accuracy=chosen.pop("served"),
+            **chosen,
+            history=history,
+            personal=personal,
+            bytes=Traffic(down / config.rounds, up / config.rounds, down, up),
+            seconds=seconds,
+            models=models,
+            out=self.folder.path if self.folder else None,
+        )
+        if self.folder:
+            if config.save_models != "none":
+                models.save(self.folder.path / "models", clients=config.save_models == "all", about=self.about)
+            self.folder.finish(result.to_json())
+        return result

@@ -1,0 +1,73 @@
+"""Which entries of a client's model are its own: scores, normalisation, threshold.
+
+Pure functions on flat vectors. Every vector may carry leading axes (`[..., N]`, usually `[clients, N]`); each row is
+treated by itself. Equation numbers are the FedOBP paper's.
+
+Degenerate cases are defined, not left to 0/0: normalising scores that are all equal gives zeros, and entries that tie
+at the threshold are shared, so a client whose model equals the global one keeps nothing to itself.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+
+def squared(own: Tensor, shared: Tensor) -> Tensor:
+    """Eq. 19: (theta_i - theta_g)^2, the first-order Taylor term with the gradient read off the aggregation."""
+    return (own - shared).square()
+
+
+def product(own: Tensor, shared: Tensor) -> Tensor:
+    """|(theta_i - theta_g) * theta_i|, the score in the code that the paper links to."""
+    return ((own - shared) * own).abs()
+
+
+SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"squared": squared, "product": product}
+
+
+def smooth(score: Tensor, before: Tensor, known: Tensor, ema: float) -> Tensor:
+    """Average a score over a client's visits: (1 - ema) * score + ema * before; its first value is the score itself.
+
+    `known` (bool, without the last axis) says which clients have a value from before.
+    """
+    return torch.where(known[..., None], (1 - ema) * score + ema * before, score)
+
+
+def scale_global(score: Tensor) -> Tensor:
+    """GlobalNorm: min-max over all entries; equal scores become 0. Monotone, so only ties can change the mask."""
+    low, high = score.aminmax(dim=-1, keepdim=True)
+    spread = high - low
+    return torch.where(spread > 0, (score - low) / spread, 0.0)
+
+
+def scale_layers(score: Tensor, sizes: Sequence[int]) -> Tensor:
+    """LayerNorm: min-max within each tensor (weight and bias apart); a constant tensor becomes 0."""
+    return torch.cat([scale_global(piece) for piece in score.split(list(sizes), dim=-1)], dim=-1)
+
+
+def count_above(n: int, q: float) -> int:
+    """Return how many of n distinct scores lie strictly above their linearly interpolated q-quantile.
+
+    That is n - 1 - floor(q (n - 1)). The product is taken in exact decimals, so that q = 0.29 of 101 scores means
+    position 29 and not 28.999999999999996.
+    """
+    return n - 1 - math.floor(Fraction(str(q)) * (n - 1))
+
+
+def above(score: Tensor, q: float) -> Tensor:
+    """Eq. 7: the personal set, entries strictly above the q-quantile of their row (bool, of score's shape).
+
+    The interpolated quantile lies in [a, b) between two neighbours a <= b in the sorted row, and no score lies between
+    them: "above the quantile" is "above a", ties included. So a, the (count + 1)-th largest, is all that is needed;
+    it comes from a top-k over the shorter side of the row, which has no limit on the row's length.
+    """
+    n = score.shape[-1]
+    count = count_above(n, q)
+    if count + 1 <= n - count:
+        lower = score.topk(count + 1, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True)
+    else:
+        lower = score.topk(n - count, dim=-1, largest=False, sorted=False).values.amax(dim=-1, keepdim=True)
+    return score > lower

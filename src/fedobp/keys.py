@@ -1,0 +1,49 @@
+"""Randomness without generators: every draw is a hash of (seed, round, client, purpose, ...).
+
+A hash has no state, so the serial engine, a vectorised one and a remote node draw the same numbers in any order, and
+nobody's global generator is touched. The hash is splitmix64's finaliser (Steele, Lea, Flood, OOPSLA 2014) in wrapping
+int64 arithmetic; it works elementwise, so a whole cohort's keys come from one call.
+"""
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+# The three odd constants of splitmix64, as signed 64-bit integers.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SECOND = 0x94D049BB133111EB - (1 << 64)
+
+
+class Purpose(IntEnum):
+    """What a key is for. Numbers are part of the results: never reuse or change one."""
+
+    COHORT = 1
+    TRAIN = 2
+    SERVE = 3
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    """Shift right without the sign (int64's own `>>` copies it)."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(value: Tensor) -> Tensor:
+    value = (value ^ _shift(value, 30)) * _FIRST
+    value = (value ^ _shift(value, 27)) * _SECOND
+    return value ^ _shift(value, 31)
+
+
+def fold(key: Tensor | int, *parts: Tensor | int) -> Tensor:
+    """Hash integers into a key, one after the other; tensors broadcast, so a key may have a leading axis."""
+    key = torch.as_tensor(key, dtype=torch.int64)
+    for part in parts:
+        part = torch.as_tensor(part, dtype=torch.int64, device=key.device)
+        key = _mix(key * _FIRST + _mix(part + _GOLDEN) + _GOLDEN)
+    return key
+
+
+def permutation(key: Tensor, n: int) -> Tensor:
+    """Return the order in which a key visits n things: they are sorted by their hashes."""
+    return fold(key, torch.arange(n, device=key.device)).argsort(stable=True)

@@ -1,0 +1,63 @@
+"""Models: ordinary modules, each seen by the rest of the library as one flat vector with a layout."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fedobp.errors import FedobpError, unknown
+from fedobp.models.layout import Layout
+from fedobp.models.nets import NETS, register
+
+__all__ = ["NETS", "Layout", "Model", "register"]
+
+
+class Model:
+    """A network for inputs of one shape: its layout, its initial vector, and ordinary modules on demand."""
+
+    def __init__(self, name: str, shape: Sequence[int], classes: int) -> None:
+        if name not in NETS:
+            raise unknown("model", name, NETS)
+        self.name, self.shape, self.classes = name, tuple(shape), classes
+        tensors = dict(self._build(seed=0).named_parameters())
+        self.layout = Layout(tuple(tensors), tuple(tuple(tensor.shape) for tensor in tensors.values()))
+
+    def _build(self, seed: int) -> nn.Module:
+        # Default initialisation draws from torch's global generator: borrow it, and put it back as it was.
+        with torch.random.fork_rng(devices=[]):
+            torch.random.default_generator.manual_seed(seed)
+            module = NETS[self.name](self.shape, self.classes)
+        _check(self.name, module)
+        return module
+
+    def initial(self, seed: int) -> Tensor:
+        """Return theta^0: torch's default initialisation after seeding with `seed`, in float32."""
+        return self.layout.flatten(dict(self._build(seed).named_parameters()))
+
+    def module(self, theta: Tensor | None = None) -> nn.Module:
+        """Return a fresh, ordinary module; with a vector, its parameters hold a copy of that vector's values."""
+        module = self._build(seed=0)
+        if theta is not None:
+            module.to(device=theta.device, dtype=theta.dtype)
+            self.load(module, theta)
+        return module
+
+    def load(self, module: nn.Module, theta: Tensor) -> None:
+        """Copy a vector's values into a module's parameters."""
+        with torch.no_grad():
+            for parameter, values in zip(module.parameters(), self.layout.views(theta).values(), strict=True):
+                parameter.copy_(values)
+
+    def read(self, module: nn.Module) -> Tensor:
+        """Return a module's parameters as a vector."""
+        return self.layout.flatten(dict(module.named_parameters()))
+
+
+def _check(name: str, module: nn.Module) -> None:
+    """Refuse what one flat vector with keyed randomness cannot hold."""
+    if not any(Layout.in_head(tensor) for tensor, _ in module.named_parameters()):
+        raise FedobpError(f"model '{name}' has no layer called `classifier`: name its last layer so")
+    if any(True for _ in module.buffers()):
+        raise FedobpError(f"model '{name}' has buffers (BatchNorm statistics?), which are not supported: use GroupNorm")
+    if any(isinstance(layer, nn.modules.dropout._DropoutNd) for layer in module.modules()):
+        raise FedobpError(f"model '{name}' has dropout, whose draws would not be reproducible: remove it")

@@ -1,0 +1,129 @@
+"""What a message weighs, and what it looks like: the one codec that the simulator counts with and real nodes send.
+
+A message is a header (magic, length, and a JSON list of fields) followed by the payload: for each field, the mask of a
+`Sparse` value in its cheapest form, then the values. Masks are a bitmap, or a list of 4-byte positions of the smaller
+side, kept or dropped. Only the payload is counted as traffic. Nothing is unpickled, and a message that is cut short,
+too long, inconsistent or holds a value that is not finite is refused.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedobp.algorithms.base import Record, Sparse
+from fedobp.errors import FedobpError
+
+_MAGIC = b"FOBP\x01"
+_DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64, "bool": torch.bool}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def payload_bytes(record: Mapping[str, Tensor | Sparse]) -> int:
+    """Return the payload of a whole cohort's messages; every tensor has a leading axis of clients."""
+    return sum(_sparse_bytes(value) if isinstance(value, Sparse) else _bytes(value) for value in record.values())
+
+
+def _bytes(value: Tensor) -> int:
+    return value.numel() * value.element_size()
+
+
+def _sparse_bytes(value: Sparse) -> int:
+    size = value.keep.shape[-1]
+    kept = value.keep.sum(dim=-1)
+    listed = 4 * torch.minimum(kept, size - kept)
+    masks = listed.clamp(max=math.ceil(size / 8))
+    return int((kept * value.values.element_size() + masks).sum())
+
+
+def encode(record: Record) -> bytes:
+    """Return one client's message (no leading axis)."""
+    fields: list[dict[str, Any]] = []
+    payload: list[bytes] = []
+    for name, value in record.items():
+        values = value.values if isinstance(value, Sparse) else value
+        entry: dict[str, Any] = {"name": name, "dtype": _NAMES[values.dtype], "shape": list(values.shape)}
+        if isinstance(value, Sparse):
+            entry["mask"], entry["listed"], mask = _encode_mask(value.keep.cpu().numpy())
+            payload.append(mask)
+            values = values[value.keep]
+        fields.append(entry)
+        payload.append(values.contiguous().cpu().numpy().tobytes())
+    header = json.dumps(fields).encode()
+    return b"".join([_MAGIC, struct.pack("<I", len(header)), header, *payload])
+
+
+def _encode_mask(keep: NDArray[np.bool_]) -> tuple[str, int, bytes]:
+    """Return (form, positions listed, bytes) of a mask, in the cheapest of its three forms."""
+    kept = int(keep.sum())
+    form, listed = ("kept", kept) if kept <= len(keep) - kept else ("dropped", len(keep) - kept)
+    if math.ceil(len(keep) / 8) < 4 * listed:
+        return "bitmap", 0, np.packbits(keep).tobytes()
+    return form, listed, np.flatnonzero(keep == (form == "kept")).astype("<u4").tobytes()
+
+
+def header_bytes(message: bytes) -> int:
+    """Return how much of a message is header, which traffic does not count."""
+    if len(message) < len(_MAGIC) + 4 or not message.startswith(_MAGIC):
+        raise FedobpError("a message does not start as one of fedobp's: sender and receiver must run the same version")
+    return len(_MAGIC) + 4 + int(struct.unpack_from("<I", message, len(_MAGIC))[0])
+
+
+def decode(message: bytes) -> Record:
+    """Return the record of one client's message; what was not sent is NaN."""
+    start = header_bytes(message)
+    try:
+        fields = json.loads(message[len(_MAGIC) + 4 : start])
+        record: Record = {}
+        for entry in fields:
+            name, dtype, shape = entry["name"], _DTYPES[entry["dtype"]], tuple(int(side) for side in entry["shape"])
+            if "mask" not in entry:
+                values, start = _take(message, start, dtype, math.prod(shape))
+                record[name] = values.reshape(shape)
+                continue
+            keep, start = _decode_mask(message, start, entry["mask"], int(entry["listed"]), shape[0])
+            sent, start = _take(message, start, dtype, int(keep.sum()))
+            record[name] = Sparse(torch.full(shape, math.nan, dtype=dtype).masked_scatter(keep, sent), keep)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise FedobpError(f"a message of {len(message):,} bytes is damaged ({error}): send it again") from error
+    if start != len(message):
+        raise FedobpError(f"a message is {len(message) - start:,} bytes longer than its header says: send it again")
+    for name, value in record.items():
+        sent = value.values[value.keep] if isinstance(value, Sparse) else value
+        if not torch.isfinite(sent).all():
+            raise FedobpError(f"a message holds NaN or infinite values in '{name}': the sender's training diverged")
+    return record
+
+
+def _take(message: bytes, start: int, dtype: torch.dtype, count: int) -> tuple[Tensor, int]:
+    end = start + count * dtype.itemsize
+    if count < 0 or end > len(message):
+        raise ValueError("cut short")
+    raw = bytearray(message[start:end])
+    return (torch.frombuffer(raw, dtype=dtype) if count else torch.empty(0, dtype=dtype)), end
+
+
+def _decode_mask(message: bytes, start: int, form: str, listed: int, size: int) -> tuple[Tensor, int]:
+    if form == "bitmap":
+        end = start + math.ceil(size / 8)
+        if end > len(message):
+            raise ValueError("cut short")
+        bits = np.unpackbits(np.frombuffer(message[start:end], np.uint8), count=size)
+        return torch.from_numpy(bits.astype(np.bool_)), end
+    if form not in ("kept", "dropped"):
+        raise ValueError(f"mask form '{form}'")
+    end = start + 4 * listed
+    if listed < 0 or end > len(message):
+        raise ValueError("cut short")
+    positions = np.frombuffer(message[start:end], "<u4").astype(np.int64)
+    if listed and (positions.max() >= size or (np.diff(positions) <= 0).any()):
+        raise ValueError("positions out of order or out of range")
+    keep = torch.full((size,), form == "dropped")
+    keep[torch.from_numpy(positions)] = form == "kept"
+    return keep, end
