@@ -112,9 +112,9 @@ class Config:
         options = dict(self.options)
         published = KNOWN[self.dataset].q if self.dataset in KNOWN else {}
         # The paper tuned q for its CNN under its partition; elsewhere the method's own default holds.
-        if self.model == "cnn" and self.partition == "dirichlet" and self.alpha in published:
-            if any(spec.name == "q" for spec in cls.options()):
-                options.setdefault("q", published[self.alpha])
+        tuned = self.model == "cnn" and self.partition == "dirichlet" and self.alpha in published
+        if tuned and any(spec.name == "q" for spec in cls.options()):
+            options.setdefault("q", published[self.alpha])
         method = cls.configure(options)
         self._set("options", {spec.name: getattr(method, spec.name) for spec in cls.options()})
 
@@ -191,5 +191,3 @@ def _toml(value: Option) -> str:
         escaped = "".join(f"\\u{ord(c):04x}" if ord(c) < 32 or c in '"\\' or ord(c) == 127 else c for c in value)
         return f'"{escaped}"'
     return repr(value)
-
-

@@ -174,12 +174,10 @@ class Evaluator:
             if keep:
                 for client, theta, mine in zip(chunk.tolist(), served["theta"], served["mine"], strict=True):
                     keep(client, theta, mine)
-        columns = {
-            name: accuracy(predicted, self._targets["val" if name == "validation" else "test"], self._counts)
-            if predicted
-            else None
-            for name, predicted in found.items()
-        }
+
+        def column(name: str, split: Split = "test") -> Accuracy | None:
+            return accuracy(found[name], self._targets[split], self._counts) if found[name] else None
+
         mine = torch.cat(counts)
         by_tensor = mine.double().mean(dim=0).tolist()
         total = mine.sum(dim=1)
@@ -188,5 +186,8 @@ class Evaluator:
             round=now.round,
             personal=Personal(mean, int(total.min()), int(total.max()), mean / model.layout.size),
             personal_by_tensor=dict(zip(model.layout.names, by_tensor, strict=True)),
-            **columns,
+            served=accuracy(found["served"], self._targets["test"], self._counts),
+            validation=column("validation", "val"),
+            last=column("last"),
+            finetuned=column("finetuned"),
         )

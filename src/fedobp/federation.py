@@ -20,6 +20,7 @@ from fedobp.models import Model
 from fedobp.runs import Models, RunFolder
 from fedobp.wire import payload_bytes
 
+
 @dataclass(frozen=True)
 class Progress:
     """Where a run is: passed to the caller after every round."""
@@ -154,9 +155,10 @@ class _Run:
         models = Models(self.model.layout, self.server["theta"])
         for round, cohort in enumerate(cohorts(config), start=1):
             clock = time.perf_counter()
-            line: dict[str, Any] = {"round": round, "cohort": cohort.tolist(), **self._round(self._moment(round, cohort))}
+            cost = self._round(self._moment(round, cohort))
+            line: dict[str, Any] = {"round": round, "cohort": cohort.tolist(), **cost}
             trained = time.perf_counter() - clock
-            traffic = [traffic[0] + line["bytes_down"], traffic[1] + line["bytes_up"]]
+            traffic = [traffic[0] + cost["bytes_down"], traffic[1] + cost["bytes_up"]]
             final, reported = round == config.rounds, round in self.protocol.rounds
             if final or reported or round % config.eval_every == 0:
                 if final:
@@ -172,7 +174,7 @@ class _Run:
         return self._finish(reports, report.personal, history, traffic, models, time.perf_counter() - begun)
 
     def _round(self, now: Moment) -> dict[str, Any]:
-        """The walk of one round (the paper's Algorithm 1, and every other method's); returns what it cost."""
+        """Walk through one round (the paper's Algorithm 1, and every other method's) and return what it cost."""
         method, model, cohort = self.method, self.model, now.cohort.tolist()
         down, rows = method.send(model, now, self.server, self.rows.gather(cohort))
         answer = self.engine.train(now, method.local(model, now), down, self._numbers(now.round))
@@ -182,9 +184,7 @@ class _Run:
         mean_loss = sum(losses) / len(losses) if losses else None
         return {"loss": mean_loss, "bytes_down": payload_bytes(down), "bytes_up": payload_bytes(answer.up)}
 
-    def _evaluate(
-        self, round: int, *, everything: bool, keep: Callable[[int, Tensor, Tensor], None] | None
-    ) -> Report:
+    def _evaluate(self, round: int, *, everything: bool, keep: Callable[[int, Tensor, Tensor], None] | None) -> Report:
         return self.evaluate(
             lambda clients: self._moment(round, clients),
             self.server,
@@ -214,15 +214,17 @@ class _Run:
     ) -> Result:
         """Choose what the protocol reports, and write models and result."""
         config, (down, up) = self.config, traffic
-        chosen = {
-            name: self.protocol.choose([column for report in reports if (column := getattr(report, name)) is not None])
-            for name in ("served", "last", "finetuned", "validation")
-        }
+
+        def chosen(name: str) -> Any:
+            return self.protocol.choose([column for report in reports if (column := getattr(report, name)) is not None])
+
         result = Result(
             config=config,
             protocol=self.protocol,
-            accuracy=chosen.pop("served"),
-            **chosen,
+            accuracy=chosen("served"),
+            last=chosen("last"),
+            finetuned=chosen("finetuned"),
+            validation=chosen("validation"),
             history=history,
             personal=personal,
             bytes=Traffic(down / config.rounds, up / config.rounds, down, up),

@@ -12,7 +12,7 @@ leaves it). By convention `server["theta"]` is the global model; entries that no
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -162,8 +162,7 @@ class Method:
 
 def _checked(method: str, spec: Field[Any], value: Option) -> Option:
     """Return an option's value in its field's type, or say what it should be."""
-    where, meta, kind = f"option '{spec.name}' of {method}", spec.metadata, type(spec.default)
-    assert spec.default is not MISSING
+    where, meta, kind = f"option '{spec.name}' of {method}", spec.metadata, int if spec.type is int else float
     if meta["choices"]:
         if value not in meta["choices"]:
             raise unknown(where, str(value), meta["choices"])
@@ -179,7 +178,7 @@ def _checked(method: str, spec: Field[Any], value: Option) -> Option:
     if (low is not None and number < low) or (high is not None and number > high):
         span = f"between {low} and {high}" if high is not None else f"at least {low}"
         raise FedobpError(f"{where} must be {span}, not {value}")
-    return number  # type: ignore[no-any-return]
+    return number
 
 
 def dense(record: Record, name: str) -> Tensor:

@@ -111,7 +111,8 @@ class FedAvgLast(FedAvg):
 
     def begin(self, model: Model, theta: Tensor) -> Start:
         """Each client holds its last model, once it has one."""
-        return Start(server={"theta": theta}, row={}, own={"theta": theta, "seen": theta.new_zeros((), dtype=torch.bool)})
+        never = theta.new_zeros((), dtype=torch.bool)
+        return Start(server={"theta": theta}, row={}, own={"theta": theta, "seen": never})
 
     def local(self, model: Model, now: Moment) -> Program:
         """As FedAvg, and keep the result."""

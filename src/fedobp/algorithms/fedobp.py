@@ -92,7 +92,7 @@ class FedOBP(Method):
         return {"theta": Sparse(to_all(server["theta"], now), ~personal)}, rows
 
     def personal(self, model: Model, score: Tensor) -> Tensor:
-        """Return the personal set of each row of scores: normalise, take the scope's pool, compare with its quantile."""
+        """Return each row's personal set: the scope's pool, normalised, above its own quantile."""
         layout = model.layout
         if self.scope == "classifier":
             base, head = layout.split(score)

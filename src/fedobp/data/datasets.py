@@ -101,8 +101,7 @@ def store(name: str, source: Path, folder: Path) -> Dataset:
     beside = folder / f".{name}.{os.getpid()}.part"
     try:
         with beside.open("wb") as file:
-            arrays = {"x": dataset.x, "y": dataset.labels[dataset.y], "n_train": np.int64(dataset.n_train)}
-            np.savez(file, **arrays)
+            np.savez(file, x=dataset.x, y=dataset.labels[dataset.y], n_train=np.int64(dataset.n_train))
             file.flush()
             os.fsync(file.fileno())
         beside.replace(target)
@@ -116,7 +115,7 @@ def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
     missing = [key for key in ("x", "y") if key not in arrays]
     if missing:
         found = ", ".join(arrays) or "nothing"
-        raise FedobpError(f"dataset '{name}' lacks the array '{missing[0]}' (it has {found}): save x and y with np.savez")
+        raise FedobpError(f"dataset '{name}' has no array '{missing[0]}' (it has {found}): save x and y with np.savez")
     x, y = arrays["x"], arrays["y"]
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]

@@ -101,8 +101,8 @@ def sgd(
     """Eq. 10: train the client's theta in an ordinary module; return it with the mean loss over its batches."""
     model.load(module, client.theta)
     module.train()
-    rates = {name: float(client.hp[name]) for name in ("lr", "momentum", "weight_decay")}
-    optimizer = torch.optim.SGD(module.parameters(), **rates)
+    lr, momentum, weight_decay = (float(client.hp[name]) for name in ("lr", "momentum", "weight_decay"))
+    optimizer = torch.optim.SGD(module.parameters(), lr, momentum, weight_decay=weight_decay)
     losses = []
     with repeatable():
         for epoch in range(phase.epochs):

@@ -25,7 +25,7 @@ class Model:
     def _build(self, seed: int) -> nn.Module:
         # Default initialisation draws from torch's global generator: borrow it, and put it back as it was.
         with torch.random.fork_rng(devices=[]):
-            torch.random.default_generator.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             module = NETS[self.name](self.shape, self.classes)
         _check(self.name, module)
         return module
