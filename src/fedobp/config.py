@@ -6,7 +6,7 @@ is loaded when a `Config` is made.
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,42 +24,53 @@ Precision = Literal["fp32", "fp64"]
 SaveModels = Literal["none", "global", "all"]
 
 
-def _setting(default: Any, help: str, *, low: float | None = None, high: float | None = None) -> Any:
-    """Declare a setting. A default of None is decided by the dataset or by another setting, as its help says."""
-    return field(default=default, metadata={"help": help, "low": low, "high": high})
+def _panel(panel: str) -> Callable[..., Any]:
+    """Return what declares the settings of one panel of the help text.
+
+    A default of None is decided by the dataset or by another setting, as the setting's help says.
+    """
+
+    def setting(default: Any, help: str, *, low: float | None = None, high: float | None = None) -> Any:
+        return field(default=default, metadata={"help": help, "low": low, "high": high, "panel": panel})
+
+    return setting
+
+
+_federation, _training = _panel("Federation"), _panel("Training")
+_evaluation, _machine = _panel("Evaluation"), _panel("Machine and output")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """The settings of a run. What is not given is decided here, so a Config is always complete and valid."""
 
-    method: str = _setting("fedobp", "Method to train; `fedobp methods` lists them.")
+    method: str = _training("fedobp", "Method to train; `fedobp methods` lists them")
     options: Mapping[str, Option] = field(default_factory=dict)
-    dataset: str = _setting("digits", "Dataset; `fedobp data list` lists them.")
-    data_dir: str | None = _setting(None, "Folder that holds datasets [default: $FEDOBP_DATA, or the cache folder].")
-    clients: int = _setting(None, "Number of clients [default: 100; digits: 20].", low=1)
-    partition: str = _setting("dirichlet", "How data falls on clients: dirichlet or iid.")
-    alpha: float = _setting(0.1, "The Dirichlet's concentration: the smaller, the more the clients differ.", low=0)
-    partition_seed: int = _setting(None, "Seed of the partition [default: the seed].", low=0, high=2**32 - 1)
-    val_ratio: float = _setting(0.0, "Share of each client's training part held out for validation.", low=0, high=0.9)
-    model: str = _setting(None, "Model [default: cnn; digits: cnn-small; tables: mlp].")
-    rounds: int = _setting(None, "Number of rounds [default: 400; digits: 60].", low=1)
-    participation: float = _setting(None, "Share of clients in a round [default: 0.1; digits: 0.2].", low=0, high=1)
-    epochs: int = _setting(5, "Local epochs of a visit.", low=1)
-    batch_size: int = _setting(32, "Samples in a batch; batches of one sample are skipped.", low=2)
-    lr: float = _setting(0.01, "Learning rate of local SGD.", low=0)
-    momentum: float = _setting(0.0, "Momentum of local SGD; it starts anew at each visit.", low=0, high=1)
-    weight_decay: float = _setting(0.0, "Weight decay of local SGD.", low=0)
-    lr_schedule: LrSchedule = _setting("constant", "Learning rate over the rounds.")
-    seed: int = _setting(42, "Seed of initialisation, sampling and batches.", low=0, high=2**32 - 1)
-    sampling: Sampling = _setting("keyed", "Clients of a round: by hash, or the authors' own stream (published).")
-    protocol: ProtocolName = _setting("default", "default: last round; paper: best of rounds 100/200/300/400, pooled.")
-    eval_every: int = _setting(None, "Rounds between evaluations [default: a twentieth of the rounds].", low=1)
-    finetune_epochs: int = _setting(0, "Also report every client's model after this many more local epochs.", low=0)
-    engine: EngineName = _setting("auto", "How clients are run.")
-    device: DeviceName = _setting("auto", "Where to compute; auto takes CUDA where there is one.")
-    precision: Precision = _setting("fp32", "Floating-point numbers of weights and arithmetic.")
-    save_models: SaveModels = _setting("all", "Which final models to write.")
+    dataset: str = _federation("digits", "Dataset; `fedobp data list` lists them")
+    data_dir: str | None = _federation(None, "Folder that holds datasets (default: $FEDOBP_DATA, or the cache folder)")
+    clients: int = _federation(None, "Number of clients (default: 100; digits: 20)", low=1)
+    partition: str = _federation("dirichlet", "How data falls on clients: dirichlet or iid")
+    alpha: float = _federation(0.1, "The Dirichlet's concentration: the smaller, the more the clients differ", low=0)
+    partition_seed: int = _federation(None, "Seed of the partition (default: the seed)", low=0, high=2**32 - 1)
+    val_ratio: float = _federation(0.0, "Share of each client's training part for validation", low=0, high=0.9)
+    model: str = _federation(None, "Model (default: cnn; digits: cnn-small; tables: mlp)")
+    rounds: int = _training(None, "Number of rounds (default: 400; digits: 60)", low=1)
+    participation: float = _training(None, "Share of clients in a round (default: 0.1; digits: 0.2)", low=0, high=1)
+    epochs: int = _training(5, "Local epochs of a visit", low=1)
+    batch_size: int = _training(32, "Samples in a batch; batches of one sample are skipped", low=2)
+    lr: float = _training(0.01, "Learning rate of local SGD", low=0)
+    momentum: float = _training(0.0, "Momentum of local SGD; it starts anew at each visit", low=0, high=1)
+    weight_decay: float = _training(0.0, "Weight decay of local SGD", low=0)
+    lr_schedule: LrSchedule = _training("constant", "Learning rate over the rounds")
+    seed: int = _training(42, "Seed of initialisation, sampling and batches", low=0, high=2**32 - 1)
+    sampling: Sampling = _training("keyed", "Clients of a round: by hash, or the authors' own stream (published)")
+    protocol: ProtocolName = _evaluation("default", "Last round, or paper: best of rounds 100/200/300/400, pooled")
+    eval_every: int = _evaluation(None, "Rounds between evaluations (default: a twentieth of the rounds)", low=1)
+    finetune_epochs: int = _evaluation(0, "Also report every client's model after this many more local epochs", low=0)
+    engine: EngineName = _machine("auto", "How clients are run")
+    device: DeviceName = _machine("auto", "Where to compute; auto takes CUDA where there is one")
+    precision: Precision = _machine("fp32", "Floating-point numbers of weights and arithmetic")
+    save_models: SaveModels = _machine("all", "Which final models to write")
 
     def __post_init__(self) -> None:
         """Check what was given and decide the rest."""

@@ -125,9 +125,9 @@ class Federation:
 
         `options` are the method's own, such as `q=0.999`. With `out`, the run is written to that folder.
         """
-        config = self.config
-        if method is not None or options:
-            config = replace(config, method=method or config.method, options=options)
+        config, method = self.config, method or self.config.method
+        kept = config.options if method == config.method else {}
+        config = replace(config, method=method, options={**kept, **options})
         return _Run(self, config, Path(out) if out else None).train(progress or (lambda _: None))
 
 

@@ -1,0 +1,47 @@
+# Everything a newcomer needs. `make help` lists the targets.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint format bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+.venv/.base: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fedobp needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+.venv/.dev: .venv/.base
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+setup: .venv/.dev  ## make .venv with everything for development
+	@echo "Ready. Run: . .venv/bin/activate"
+
+demo: .venv/.base  ## compare FedOBP with its rivals on real handwritten digits
+	$(BIN)/fedobp compare
+
+test: lint  ## everything: linters, types, layers, tests, the built wheel
+	$(BIN)/python -m pytest
+
+test-slow: .venv/.dev  ## what takes minutes: the paper's CNN on real Fashion-MNIST (needs FEDOBP_DATA)
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/.dev  ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: .venv/.dev  ## put the code in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/.dev  ## measure, as ratios to a rival in the same run
+	$(BIN)/python benchmarks/serial.py
+
+clean:  ## remove what was made here, but for runs/
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

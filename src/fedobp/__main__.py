@@ -1,0 +1,5 @@
+"""Lets `python -m fedobp` be the command line."""
+
+from fedobp.cli import main
+
+main()

@@ -1,0 +1,410 @@
+"""The command line: parse, call, print. Heavy imports happen inside the command that needs them."""
+
+import inspect
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
+
+import typer
+
+from fedobp._version import __version__
+from fedobp.config import Config, flag, read_config, settings
+from fedobp.errors import FedobpError, unknown
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from fedobp.federation import Progress
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+data = typer.Typer()
+app.add_typer(data, name="data")
+
+# typer carries its own copy of click in newer versions: take the class of usage errors from typer itself.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+DataDir = Annotated[str | None, typer.Option(help="Folder that holds datasets.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An option of the method.")]
+Q = Annotated[float | None, typer.Option("--q", help="Short for --set q=...: the quantile of FedOBP.")]
+Out = Annotated[Path | None, typer.Option(help="Folder to write to (default: a new one under runs/).")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE.toml", help="Settings to start from, such as a run's own.")
+]
+
+_PARTITION_SETTINGS = ("dataset", "data_dir", "clients", "partition", "alpha", "partition_seed", "seed", "val_ratio")
+
+
+def main() -> NoReturn:
+    """Run the command line; exit with 0 (worked), 2 (the user can put it right) or 130 (interrupted)."""
+    try:
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
+    except FedobpError as error:
+        code = _complain(str(error))
+    except _UsageError as error:
+        # typer and click each suggest the nearest command: once is enough.
+        code = _complain(re.sub(r"( Did you mean [^?]*\?)\1", r"\1", error.format_message()))
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except BrokenPipeError:
+        # The reader of our output has gone (`fedobp methods | head`): that is no error, but stdout must stay quiet.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    if code == 130:
+        sys.stderr.write("interrupted\n")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(sentence: str) -> int:
+    sys.stderr.write(f"error: {sentence}\n")
+    return 2
+
+
+def with_settings(*names: str, **defaults: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command a flag for each named setting of `Config`; it receives those given as one mapping, `given`.
+
+    `defaults` replace the settings' own.
+    """
+
+    def wrap(command: Callable[..., None]) -> Callable[..., None]:
+        chosen = [spec for spec in settings() if spec.name in names]
+
+        def wrapped(**arguments: Any) -> None:
+            given = {spec.name: arguments.pop(spec.name) for spec in chosen}
+            given = {name: value for name, value in given.items() if value is not None}
+            command(given={**defaults, **given}, **arguments)
+
+        parameters = [p for p in inspect.signature(command).parameters.values() if p.name != "given"]
+        for spec in chosen:
+            words = get_args(spec.type) if spec.type not in (int, float, str) else ()
+            choices = [word for word in words if isinstance(word, str)]
+            default = defaults.get(spec.name, spec.default)
+            text = spec.metadata["help"] if default is None else f"{spec.metadata['help']} (default: {default})"
+            detail: dict[str, Any] = {"metavar": "|".join(choices)} if choices else {}
+            detail["rich_help_panel"] = spec.metadata["panel"]
+            kind = spec.type if spec.type in (int, float) else str
+            option = typer.Option(flag(spec.name), help=text, show_default=False, **detail)
+            parameters.append(
+                inspect.Parameter(
+                    spec.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+                )
+            )
+        wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
+        wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
+        return wrapped
+
+    return wrap
+
+
+_ALL = tuple(spec.name for spec in settings())
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fedobp {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Personalised federated learning: many clients share one model, each keeps a few parameters of its own.
+
+    Start with [bold]fedobp compare[/bold]: FedOBP beside its rivals on real handwritten digits, in half a minute.
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+@with_settings(*_ALL)
+def run(
+    *,
+    given: Mapping[str, Any],
+    set_: Set = None,
+    q: Q = None,
+    config: ConfigFile = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Train one method on a federation and write a run folder.
+
+    [bold]Examples[/bold]
+
+    \b
+    fedobp run
+    fedobp run --method fedper --rounds 20 --clients 10 --alpha 0.5
+    fedobp run --dataset cifar10 --q 0.9999 --set score=product --protocol paper
+    fedobp run --config runs/NAME/config.toml --seed 7
+    """
+    from fedobp.federation import Federation
+    from fedobp.report.tables import run_table
+    from fedobp.runs import claim, fresh
+
+    base = read_config(config) if config else {}
+    if "method" in given and given["method"] != base.get("method", given["method"]):
+        base.pop("options", None)
+    resolved = Config(**{**base, **given, "options": {**base.get("options", {}), **_options(set_, q)}})
+    federation = Federation(resolved)
+    label = f"{resolved.method}-{resolved.dataset}-seed{resolved.seed}"
+    folder = claim(out) if out else fresh(label)
+    with _progress(1, resolved.rounds) as advance:
+        result = federation.run(out=folder, progress=partial(advance, resolved.method))
+    _show(result.to_json() if as_json else run_table(result), f"Run folder: {folder}")
+
+
+@app.command()
+@with_settings(*(name for name in _ALL if name != "method"), save_models="none")
+def compare(
+    *,
+    given: Mapping[str, Any],
+    methods: Annotated[
+        str, typer.Option(help="Methods to compare, separated by commas.")
+    ] = "fedobp,fedavg,fedavg-last,local,fedper",
+    seeds: Annotated[int, typer.Option(help="How many seeds: the seed, the seed + 1, ...", min=1)] = 1,
+    set_: Set = None,
+    q: Q = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Train several methods under one protocol and print one table.
+
+    An option given with --set applies to every method that has it.
+
+    [bold]Examples[/bold]
+
+    \b
+    fedobp compare
+    fedobp compare --methods fedobp,fedavg-last,fedavg-ft --seeds 4 --rounds 30
+    fedobp compare --dataset fmnist --alpha 0.5 --json
+    """
+    from fedobp.algorithms import method_class
+    from fedobp.federation import Federation
+    from fedobp.report.tables import compare_table, summarise
+    from fedobp.runs import claim, fresh, write
+
+    names = list(dict.fromkeys(name.strip() for name in methods.split(",")))
+    options = _options(set_, q)
+    fields = {name: [spec.name for spec in method_class(name).options()] for name in names}
+    for option in options:
+        if not any(option in own for own in fields.values()):
+            known = sorted({one for own in fields.values() for one in own})
+            raise unknown("option of these methods", option, known)
+    own = {name: {option: value for option, value in options.items() if option in fields[name]} for name in names}
+    first = Config(**{**given, "method": names[0], "options": own[names[0]]})
+    plan = [
+        Config(**{**given, "seed": seed, "method": name, "options": own[name]})
+        for seed in range(first.seed, first.seed + seeds)
+        for name in names
+    ]
+    folder = claim(out) if out else fresh(f"compare-{first.dataset}")
+    results = []
+    with _progress(len(plan), first.rounds) as advance:
+        for config in plan:
+            if config.method == names[0]:
+                federation = Federation(config)
+            label = config.method if seeds == 1 else f"{config.method}, seed {config.seed}"
+            target = folder / f"{config.method}-seed{config.seed}"
+            results.append(
+                federation.run(config.method, out=target, progress=partial(advance, label), **config.options)
+            )
+    found = {"runs": [result.to_json() for result in results], "table": summarise(results)}
+    write(folder / "compare.json", (json.dumps(found, indent=2, allow_nan=False) + "\n").encode())
+    _show(found if as_json else compare_table(results), f"Run folder: {folder}")
+
+
+@app.command()
+@with_settings(*_PARTITION_SETTINGS)
+def partition(
+    *,
+    given: Mapping[str, Any],
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also draw it into a file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show how a dataset falls on clients: labels by client, and each client's size.
+
+    [bold]Examples[/bold]
+
+    \b
+    fedobp partition
+    fedobp partition --clients 10 --alpha 0.5 --plot partition.png
+    fedobp partition --dataset cifar10 --json
+    """
+    from fedobp import data as room
+    from fedobp.report.partition import heat_map, label_counts
+    from fedobp.report.partition import plot as draw
+
+    config = Config(**given)
+    dataset = room.load(config.dataset, room.data_dir(config.data_dir))
+    shards = room.partition(
+        dataset.y,
+        config.clients,
+        kind=config.partition,
+        alpha=config.alpha,
+        seed=config.partition_seed,
+        val_ratio=config.val_ratio,
+    )
+    if plot:
+        kind = f"Dirichlet({config.alpha:g})" if config.partition == "dirichlet" else config.partition.upper()
+        draw(dataset, shards, plot, f"{dataset.name}, {kind}, {config.clients} clients, seed {config.partition_seed}")
+    if as_json:
+        counts = label_counts(dataset, shards)
+        clients = [
+            {
+                "id": client,
+                "train": len(shard.train),
+                "test": len(shard.test),
+                "labels": {str(dataset.labels[k]): int(n) for k, n in enumerate(counts[client]) if n},
+            }
+            for client, shard in enumerate(shards)
+        ]
+        _show({"clients": clients})
+    else:
+        _show(heat_map(dataset, shards, _console()), f"Picture: {plot}" if plot else "")
+
+
+@app.command()
+def methods(*, as_json: Json = False) -> None:
+    """List every method with its idea, its paper, its options and their defaults."""
+    from fedobp.algorithms import METHODS
+    from fedobp.report.tables import methods_table
+
+    rows = [
+        {
+            "name": name,
+            "summary": method.summary,
+            "options": [
+                {"name": spec.name, "default": spec.default, "doc": spec.metadata["doc"]}
+                | ({"choices": list(spec.metadata["choices"])} if spec.metadata["choices"] else {})
+                for spec in method.options()
+            ],
+            "paper": method.paper,
+        }
+        for name, method in METHODS.items()
+    ]
+    _show({"methods": rows} if as_json else methods_table(rows))
+
+
+@data.callback(invoke_without_command=True)
+def _data_root(context: typer.Context) -> None:
+    """List, import and show datasets."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@data.command("list")
+def data_list(*, data_dir: DataDir = None, as_json: Json = False) -> None:
+    """List the datasets: the embedded digits, the paper's eight, and those you imported."""
+    from fedobp import data as room
+    from fedobp.report.tables import datasets_table
+
+    folder = room.data_dir(data_dir)
+    rows = [asdict(room.describe(name, folder)) for name in room.names(folder)]
+    _show({"datasets": rows} if as_json else datasets_table(rows), f"Data folder: {folder}")
+
+
+@data.command("import")
+def data_import(name: str, file: Path, *, data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Import FILE.npz as dataset NAME: arrays x (uint8 or float), y (integers), optionally n_train.
+
+    x is [N, H, W], [N, H, W, channels] or [N, features]. Under one of the paper's names it is that dataset, with its
+    published scaling; any other is scaled by the mean and deviation of its training parts.
+
+    [bold]Example[/bold]
+
+    \b
+    fedobp data import fmnist ~/fmnist.npz
+    """
+    from fedobp import data as room
+    from fedobp.report.tables import datasets_table
+
+    folder = room.data_dir(data_dir)
+    row = asdict(room.store(name, file, folder).info)
+    _show(row if as_json else datasets_table([row]), f"Stored in {folder}. Next: fedobp run --dataset {name}")
+
+
+@data.command("show")
+def data_show(name: str, *, data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Show one dataset's sizes, and whether it is there."""
+    from fedobp import data as room
+    from fedobp.report.tables import datasets_table
+
+    row = asdict(room.describe(name, room.data_dir(data_dir)))
+    _show(row if as_json else datasets_table([row]))
+
+
+def _options(pairs: list[str] | None, q: float | None) -> dict[str, Any]:
+    """Return the method's options given with --set and --q."""
+    options: dict[str, Any] = {}
+    for pair in pairs or []:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.strip():
+            raise FedobpError(f"--set {pair} must be written NAME=VALUE, such as --set q=0.999")
+        options[name.strip()] = value.strip()
+    return options if q is None else {**options, "q": q}
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
+def _show(content: "Mapping[str, Any] | RenderableType", footer: str = "") -> None:
+    """Print a JSON object alone, or something to read with a line after it."""
+    if isinstance(content, dict):
+        sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
+        return
+    console = _console()
+    console.print(content, soft_wrap=False)
+    if footer:
+        console.print(footer, soft_wrap=True, highlight=False, markup=False)
+
+
+@contextmanager
+def _progress(runs: int, rounds: int) -> Iterator[Callable[[str, "Progress"], None]]:
+    """Show a bar on stderr while runs advance; nothing without a terminal or with NO_COLOR."""
+    if not sys.stderr.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        yield lambda label, at: None
+        return
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (
+        bars.TextColumn("[bold]{task.description}"),
+        bars.BarColumn(),
+        bars.TextColumn("round {task.fields[round]}/{task.fields[rounds]}"),
+        bars.TextColumn("{task.fields[accuracy]}"),
+        bars.TextColumn("{task.fields[speed]}"),
+        bars.TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True)) as shown:
+        task = shown.add_task("starting", total=runs * rounds, round=0, rounds=rounds, accuracy="", speed="")
+
+        def advance(label: str, at: "Progress") -> None:
+            speed = shown.tasks[0].speed
+            shown.update(
+                task,
+                advance=1,
+                description=label,
+                round=at.round,
+                rounds=at.rounds,
+                accuracy="" if at.accuracy is None else f"accuracy {at.accuracy:.1f}",
+                speed="" if speed is None else f"{speed:.1f} rounds/s",
+            )
+
+        yield advance

@@ -1,0 +1,136 @@
+"""What people read at the end of a run: tables, with the protocol that the numbers belong to."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from fedobp.evaluation import Accuracy, Protocol
+from fedobp.federation import Result
+
+
+def _table(*columns: str) -> Table:
+    table = Table(header_style="bold")
+    for position, column in enumerate(columns):
+        table.add_column(column, justify="right" if position else "left")
+    return table
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _protocol(protocol: Protocol) -> str:
+    which = "round " + str(protocol.rounds[-1])
+    if protocol.pick == "best":
+        which = "best of rounds " + ", ".join(map(str, protocol.rounds))
+    return f"Accuracy in per cent on all clients' test parts, {which} (protocol {protocol.name})."
+
+
+def _personal(result: Result) -> str:
+    size = sum(tensor.numel() for tensor in result.state_dict().values())
+    return f"{result.personal.mean:,.0f} of {size:,}"
+
+
+def run_table(result: Result) -> RenderableType:
+    """Return one run's accuracies by model, and what they cost."""
+    table = _table("model", "pooled", "client mean", "std", "worst tenth", "balanced")
+    rows: list[tuple[str, Accuracy | None]] = [
+        ("as served", result.accuracy),
+        ("own last local model", result.last),
+        (f"fine-tuned {result.config.finetune_epochs} epochs", result.finetuned),
+        ("as served, validation", result.validation),
+    ]
+    for name, column in rows:
+        if column:
+            values = (column.pooled, column.client_mean, column.client_std, column.worst_decile, column.balanced)
+            table.add_row(name, *(f"{value:.2f}" for value in values))
+    cost = (
+        f"Personal parameters per client: {_personal(result)}. Traffic per round: "
+        f"{_bytes(result.bytes.down_per_round)} down, {_bytes(result.bytes.up_per_round)} up. {result.seconds:.1f} s."
+    )
+    return Group(table, Text(_protocol(result.protocol)), Text(_majority([result])), Text(cost))
+
+
+def _majority(results: Sequence[Result]) -> str:
+    guess = statistics.fmean(result.accuracy.majority_class for result in results)
+    return f"Always answering each client's most frequent training label would give {guess:.2f}."
+
+
+def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Return one row per method: mean and standard deviation (n - 1; None for one seed) over its seeds."""
+    return [
+        {
+            "method": method,
+            **{name: _spread([getattr(r.accuracy, name) for r in runs]) for name in ("pooled", "client_mean")},
+            "seeds": [run.config.seed for run in runs],
+        }
+        for method, runs in _by_method(results).items()
+    ]
+
+
+def _by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
+    grouped: dict[str, list[Result]] = {}
+    for result in results:
+        grouped.setdefault(result.config.method, []).append(result)
+    return grouped
+
+
+def _spread(values: Sequence[float]) -> dict[str, float | None]:
+    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else None}
+
+
+def compare_table(results: Sequence[Result]) -> RenderableType:
+    """Return several methods side by side, in the order given."""
+    seeds = sorted({result.config.seed for result in results})
+    table = _table("method", "pooled", "client mean", "personal / client", "down / round", "up / round", "seconds")
+    for row, runs in zip(summarise(results), _by_method(results).values(), strict=True):
+        table.add_row(
+            row["method"],
+            *(_plus_minus(row[name]) for name in ("pooled", "client_mean")),
+            _personal(runs[0]),
+            _bytes(statistics.fmean(run.bytes.down_per_round for run in runs)),
+            _bytes(statistics.fmean(run.bytes.up_per_round for run in runs)),
+            f"{statistics.fmean(run.seconds for run in runs):.1f}",
+        )
+    seen = f"seed {seeds[0]}" if len(seeds) == 1 else f"mean ± standard deviation over seeds {seeds[0]} to {seeds[-1]}"
+    return Group(
+        table, Text(f"{_protocol(results[0].protocol)} {seen[0].upper()}{seen[1:]}."), Text(_majority(results))
+    )
+
+
+def _plus_minus(spread: dict[str, float | None]) -> str:
+    return f"{spread['mean']:.2f}" + (f" ± {spread['std']:.2f}" if spread["std"] is not None else "")
+
+
+def methods_table(methods: Sequence[dict[str, Any]]) -> RenderableType:
+    """Return every method with its idea, paper and options."""
+    parts: list[RenderableType] = []
+    for method in methods:
+        parts.append(Text.assemble((method["name"], "bold"), f"  {method['summary']}"))
+        parts.append(Padding(Text(method["paper"], style="dim"), (0, 0, 0, 4)))
+        options = Table.grid(padding=(0, 2))
+        for option in method["options"]:
+            options.add_row(Text(f"--set {option['name']}={option['default']}"), Text(option["doc"]))
+        if method["options"]:
+            parts.append(Padding(options, (0, 0, 0, 4)))
+        parts.append(Text())
+    return Group(*parts[:-1])
+
+
+def datasets_table(datasets: Sequence[dict[str, Any]]) -> RenderableType:
+    """Return what is known of datasets."""
+    table = _table("dataset", "samples", "shape", "classes", "available")
+    for row in datasets:
+        samples = f"{row['samples']:,}" if row["samples"] else "-"
+        shape = "x".join(map(str, row["shape"]))
+        table.add_row(row["name"], samples, shape, str(row["classes"]), "yes" if row["available"] else "no")
+    return table
