@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -14,9 +15,9 @@ from fedobp.federation import Result
 
 
 def _table(*columns: str) -> Table:
-    table = Table(header_style="bold")
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for position, column in enumerate(columns):
-        table.add_column(column, justify="right" if position else "left")
+        table.add_column(column, justify="right" if position else "left", no_wrap=True)
     return table
 
 
@@ -35,9 +36,8 @@ def _protocol(protocol: Protocol) -> str:
     return f"Accuracy in per cent on all clients' test parts, {which} (protocol {protocol.name})."
 
 
-def _personal(result: Result) -> str:
-    size = sum(tensor.numel() for tensor in result.state_dict().values())
-    return f"{result.personal.mean:,.0f} of {size:,}"
+def _size(result: Result) -> int:
+    return sum(tensor.numel() for tensor in result.state_dict().values())
 
 
 def run_table(result: Result) -> RenderableType:
@@ -54,7 +54,7 @@ def run_table(result: Result) -> RenderableType:
             values = (column.pooled, column.client_mean, column.client_std, column.worst_decile, column.balanced)
             table.add_row(name, *(f"{value:.2f}" for value in values))
     cost = (
-        f"Personal parameters per client: {_personal(result)}. Traffic per round: "
+        f"Personal parameters per client: {result.personal.mean:,.0f} of {_size(result):,}. Traffic per round: "
         f"{_bytes(result.bytes.down_per_round)} down, {_bytes(result.bytes.up_per_round)} up. {result.seconds:.1f} s."
     )
     return Group(table, Text(_protocol(result.protocol)), Text(_majority([result])), Text(cost))
@@ -91,20 +91,19 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
 def compare_table(results: Sequence[Result]) -> RenderableType:
     """Return several methods side by side, in the order given."""
     seeds = sorted({result.config.seed for result in results})
-    table = _table("method", "pooled", "client mean", "personal / client", "down / round", "up / round", "seconds")
+    table = _table("method", "pooled", "client mean", "personal", "down", "up", "seconds")
     for row, runs in zip(summarise(results), _by_method(results).values(), strict=True):
         table.add_row(
             row["method"],
             *(_plus_minus(row[name]) for name in ("pooled", "client_mean")),
-            _personal(runs[0]),
+            f"{statistics.fmean(run.personal.mean for run in runs):,.0f}",
             _bytes(statistics.fmean(run.bytes.down_per_round for run in runs)),
             _bytes(statistics.fmean(run.bytes.up_per_round for run in runs)),
             f"{statistics.fmean(run.seconds for run in runs):.1f}",
         )
-    seen = f"seed {seeds[0]}" if len(seeds) == 1 else f"mean ± standard deviation over seeds {seeds[0]} to {seeds[-1]}"
-    return Group(
-        table, Text(f"{_protocol(results[0].protocol)} {seen[0].upper()}{seen[1:]}."), Text(_majority(results))
-    )
+    seen = f"Seed {seeds[0]}." if len(seeds) == 1 else f"Mean ± deviation (n - 1) over seeds {seeds[0]} to {seeds[-1]}."
+    units = f"Personal: a client's own parameters, of {_size(results[0]):,}. Down, up: the cohort's payload per round."
+    return Group(table, Text(f"{_protocol(results[0].protocol)} {seen}"), Text(units), Text(_majority(results)))
 
 
 def _plus_minus(spread: dict[str, float | None]) -> str:

@@ -1,0 +1,337 @@
+"""The serial engine against a plain loop, and what a client can and cannot see, keep and change."""
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+import fedobp.engine.serial as serial_module
+from fedobp import Config, Federation, FedobpError
+from fedobp.algorithms import METHODS, Moment, Sparse, Train
+from fedobp.algorithms.fedobp import FedOBP, keep_and_upload
+from fedobp.data import Dataset, FederatedData, Shard
+from fedobp.engine import Serial
+from fedobp.engine.schedule import batches
+from fedobp.federation import cohorts
+from fedobp.keys import Purpose, fold
+from fedobp.models import Model
+
+SEED, BATCH = 5, 4
+# Training samples: batches of 4, 4 and 3; 4 and 4 (a single one is left over); none; 4 and 2.
+TRAIN, TEST = (11, 9, 1, 6), (3, 2, 1, 0)
+
+
+def make_data():
+    random = np.random.RandomState(0)
+    total = sum(TRAIN) + sum(TEST)
+    x, y = random.randn(total, 6).astype(np.float32), random.randint(0, 3, total)
+    shards, start = [], 0
+    for trained, tested in zip(TRAIN, TEST, strict=True):
+        middle, end = start + trained, start + trained + tested
+        shards.append(Shard(np.arange(start, middle), np.array([], np.int64), np.arange(middle, end)))
+        start = end
+    return FederatedData(Dataset("mine", x, y, np.arange(3), 0), shards, torch.device("cpu"), torch.float64)
+
+
+DATA = make_data()
+MODEL = Model("mlp", (6,), 3)
+THETA = MODEL.initial(0).double()
+
+
+def engine(own=None):
+    return Serial(MODEL, DATA, own or {}, THETA, SEED, BATCH)
+
+
+def moment(*clients, round=1):
+    return Moment(round=round, rounds=3, clients=4, epochs=1, cohort=torch.tensor(clients))
+
+
+def numbers(lr=0.1, momentum=0.0, weight_decay=0.0):
+    given = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in given.items()}
+
+
+def everyone(theta, now):
+    return {"theta": theta.expand(len(now.cohort), -1)}
+
+
+def take(model, client):
+    return client.set(theta=client.down["theta"])
+
+
+def upload(model, client):
+    return client.upload(theta=client.theta)
+
+
+def remember(model, client):
+    return client.remember(theta=client.theta)
+
+
+def take_own(model, client):
+    return client.set(theta=client.own["theta"])
+
+
+def plain_loop(client, phases, lr, momentum, weight_decay, *, round=1, purpose=Purpose.TRAIN, restart=True):
+    """What training is: SGD written out. `phases` are the program's Train phases as {position: epochs}."""
+    module = MODEL.module(THETA)
+    x, y = DATA.inputs(client, "train"), DATA.targets(client, "train")
+    velocity, losses = None, []
+    for position, epochs in phases.items():
+        if restart:
+            velocity = None
+        for epoch in range(epochs):
+            for picked in batches(fold(SEED, round, client, purpose, position, epoch), len(y), BATCH):
+                loss = functional.cross_entropy(module(x[picked]), y[picked])
+                gradients = torch.autograd.grad(loss, list(module.parameters()))
+                with torch.no_grad():
+                    weights = list(module.parameters())
+                    slopes = [g + weight_decay * w for g, w in zip(gradients, weights, strict=True)]
+                    if velocity is not None:
+                        slopes = [momentum * v + s for v, s in zip(velocity, slopes, strict=True)]
+                    velocity = slopes
+                    for weight, slope in zip(weights, slopes, strict=True):
+                        weight -= lr * slope
+                losses.append(loss.item())
+    vector = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    return vector, sum(losses) / len(losses) if losses else None
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+# Training.
+
+RATES = {"plain": (0.1, 0.0, 0.0), "momentum": (0.1, 0.9, 0.0), "decay": (0.1, 0.0, 0.3), "both": (0.05, 0.7, 0.1)}
+
+
+@pytest.mark.parametrize("rates", RATES.values(), ids=RATES)
+def test_training_equals_a_plain_loop(rates):
+    now = moment(3, 0, 1, round=2)
+    answer = engine().train(now, [take, Train(3), upload], everyone(THETA, now), numbers(*rates))
+    for position, client in enumerate((3, 0, 1)):
+        expected, loss = plain_loop(client, {1: 3}, *rates, round=2)
+        close(answer.up["theta"][position], expected)
+        assert answer.loss[position] == pytest.approx(loss, abs=1e-12)
+        assert (expected - THETA).abs().max() > 0.01
+    assert answer.n.tolist() == [6, 11, 9]
+
+
+def test_momentum_starts_anew_with_each_phase():
+    now, rates = moment(0), (0.1, 0.9, 0.0)
+    program = [take, Train(2), Train(1), upload]
+    found = engine().train(now, program, everyone(THETA, now), numbers(*rates)).up["theta"][0]
+    close(found, plain_loop(0, {1: 2, 2: 1}, *rates)[0])
+    carried, _ = plain_loop(0, {1: 2, 2: 1}, *rates, restart=False)
+    assert (found - carried).abs().max() > 1e-3
+
+
+def test_momentum_starts_anew_with_each_visit():
+    one, now, rates = engine(), moment(0), (0.1, 0.9, 0.0)
+    for _ in range(2):
+        found = one.train(now, [take, Train(2), upload], everyone(THETA, now), numbers(*rates)).up["theta"][0]
+        close(found, plain_loop(0, {1: 2}, *rates)[0])
+
+
+def test_a_client_does_not_depend_on_who_trains_beside_it():
+    program, results = [take, Train(1), upload], []
+    for cohort in ((1,), (0, 1, 3), (3, 1)):
+        now = moment(*cohort)
+        answer = engine().train(now, program, everyone(THETA, now), numbers(0.1, 0.5))
+        results.append(answer.up["theta"][cohort.index(1)])
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_rounds_have_batches_of_their_own():
+    first, second = (
+        engine().train(moment(0, round=r), [take, Train(1), upload], everyone(THETA, moment(0)), numbers()).up["theta"]
+        for r in (1, 2)
+    )
+    assert not torch.equal(first, second)
+
+
+def test_a_client_with_one_training_sample_takes_no_step():
+    one, now = engine(), moment(2, 0)
+    answer = one.train(now, [take, Train(5), upload], everyone(THETA, now), numbers(0.1, 0.9, 0.5))
+    assert torch.equal(answer.up["theta"][0], THETA)
+    assert answer.loss[0] is None
+    assert answer.loss[1] is not None
+    assert answer.n.tolist() == [1, 11]
+
+
+def test_the_download_is_not_changed_by_training():
+    down = THETA.clone().expand(1, -1)
+    engine().train(moment(0), [take, Train(2), upload], {"theta": down}, numbers())
+    assert torch.equal(down[0], THETA)
+
+
+# State.
+
+
+def test_what_a_client_remembers_is_there_at_its_next_visit_and_is_nobody_elses():
+    one, now = engine({"theta": torch.zeros_like(THETA)}), moment(1)
+    trained = one.train(now, [take, Train(1), remember, upload], everyone(THETA, now), numbers()).up["theta"][0]
+    both = one.train(moment(0, 1, round=2), [take_own, upload], {}, numbers()).up["theta"]
+    assert torch.equal(both[1], trained)
+    assert torch.equal(both[0], torch.zeros_like(THETA))
+
+
+def test_serving_trains_with_an_order_of_its_own_and_changes_no_state():
+    one, now = engine({"theta": THETA}), moment(0, 3)
+    down = everyone(THETA, now)
+    served = one.serve(now, [take, Train(2), remember], down, numbers(0.1, 0.9))
+    for position, client in enumerate((0, 3)):
+        close(served["theta"][position], plain_loop(client, {1: 2}, 0.1, 0.9, 0.0, purpose=Purpose.SERVE)[0])
+    assert torch.equal(one.serve(now, [take, Train(2), remember], down, numbers(0.1, 0.9))["theta"], served["theta"])
+    assert torch.equal(one.serve(now, [take_own], {}, numbers())["theta"], down["theta"])
+    nobody = torch.full_like(THETA, 7.0)
+    assert torch.equal(one.last(now, nobody), nobody.expand(2, -1))
+    program = [take, Train(2), upload]
+    trained = one.train(now, program, down, numbers()).up["theta"]
+    assert torch.equal(trained, engine().train(now, program, down, numbers()).up["theta"])
+
+
+def test_serving_marks_personal_entries_where_the_program_does():
+    mine = torch.arange(len(THETA)) % 3 == 0
+
+    def mark(model, client):
+        return take(model, client).set(mine=mine)
+
+    now = moment(0, 1)
+    assert torch.equal(engine().serve(now, [mark], everyone(THETA, now), numbers())["mine"], mine.expand(2, -1))
+    assert not engine().serve(now, [take], everyone(THETA, now), numbers())["mine"].any()
+
+
+def test_last_is_the_last_local_model_or_else_the_given_one():
+    one, otherwise = engine(), torch.full_like(THETA, 7.0)
+    for round in (1, 2):
+        now = moment(2, 0, round=round)
+        up = one.train(now, [take, Train(1), upload], everyone(THETA, now), numbers()).up["theta"]
+    found = one.last(moment(0, 1, 2, 3), otherwise)
+    assert torch.equal(found, torch.stack([up[1], otherwise, up[0], otherwise]))
+
+
+# Predictions.
+
+
+@pytest.mark.parametrize("at_once", [1024, 2])
+def test_predictions_are_each_models_own_and_empty_where_there_is_nothing_to_test(monkeypatch, at_once):
+    monkeypatch.setattr(serial_module, "_TEST_BATCH", at_once)
+    thetas = torch.stack([THETA, -THETA, THETA.flip(0)])
+    found = engine().predict(moment(3, 0, 1), thetas, "test")
+    assert found[0].shape == (0,)
+    assert found[0].dtype == torch.int64
+    for labels, client, theta in zip(found[1:], (0, 1), thetas[1:], strict=True):
+        with torch.no_grad():
+            assert torch.equal(labels, MODEL.module(theta)(DATA.inputs(client, "test")).argmax(dim=1))
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_predictions_are_as_many_as_samples(split):
+    found = engine().predict(moment(0, 1, 2, 3), THETA.expand(4, -1), split)
+    assert [len(labels) for labels in found] == [DATA.size(client, split) for client in range(4)]
+
+
+# What does not cross the wire.
+
+
+def peek(model, client):
+    return client.set(theta=client.down["theta"].values).upload(theta=client.down["theta"].values)
+
+
+def keeps(clients):
+    return torch.stack([torch.arange(len(THETA)) % (client + 2) != 0 for client in clients])
+
+
+@pytest.mark.parametrize("run", ["train", "serve"])
+def test_a_client_that_looks_at_entries_it_was_not_sent_finds_nan(run):
+    now, keep = moment(1, 0), keeps((1, 0))
+    down = {"theta": Sparse(THETA.expand(2, -1), keep)}
+    if run == "train":
+        found = engine().train(now, [peek], down, numbers()).up["theta"]
+    else:
+        found = engine().serve(now, [peek], down, numbers())["theta"]
+    assert torch.equal(found.isnan(), ~keep)
+    assert torch.equal(found[keep], THETA.expand(2, -1)[keep])
+    assert THETA.isfinite().all()
+
+
+def test_training_on_entries_that_were_not_sent_is_an_error():
+    now = moment(0)
+    with pytest.raises(FedobpError, match="round 1, client 0"):
+        engine().train(now, [peek, Train(1)], {"theta": Sparse(THETA[None], keeps((0,)))}, numbers())
+
+
+def test_sparse_uploads_are_stacked_and_the_server_finds_nan_in_what_was_not_sent():
+    now, keep = moment(2, 1, 0), keeps((2, 1, 0))
+
+    def upload_part(model, client):
+        count = client.down["step"]
+        return client.set(theta=THETA).upload(part=Sparse(THETA, torch.arange(len(THETA)) % count != 0), step=count)
+
+    answer = engine().train(now, [upload_part], {"step": torch.tensor([4, 3, 2])}, numbers())
+    part = answer.up["part"]
+    assert isinstance(part, Sparse)
+    assert torch.equal(part.keep, keep)
+    assert torch.equal(part.values.isnan(), ~keep)
+    assert torch.equal(part.values[keep], THETA.expand(3, -1)[keep])
+    assert answer.up["step"].tolist() == [4, 3, 2]
+    assert THETA.isfinite().all(), "the client's own vector must stay as it was"
+
+
+@dataclass(frozen=True)
+class Cheat(FedOBP):
+    """FedOBP that takes the whole global model, also the entries that were not sent."""
+
+    name: ClassVar[str] = "cheat"
+
+    def local(self, model, now):
+        def take_all(model, client):
+            return client.set(theta=client.down["theta"].values)
+
+        return [take_all, Train(now.epochs), keep_and_upload]
+
+
+def test_a_method_that_cheats_does_not_get_through_a_run(monkeypatch):
+    monkeypatch.setitem(METHODS, "cheat", Cheat)
+    config = Config(clients=5, rounds=2, epochs=1, model="mlp", participation=1, eval_every=2)
+    with pytest.raises(FedobpError, match="round 2, client"):
+        Federation(config).run("cheat", q=0.9)
+
+
+# Whole runs.
+
+
+def test_diverging_training_names_round_and_client_and_the_way_out():
+    config = Config(clients=5, rounds=2, epochs=1, model="mlp", lr=1e9)
+    (client,) = next(cohorts(config)).tolist()
+    sentence = rf"round 1, client {client}: .* no longer finite; use a smaller --lr \(it is 1e\+09\)"
+    with pytest.raises(FedobpError, match=sentence):
+        Federation(config).run("fedavg")
+
+
+def generators():
+    name, state, *rest = np.random.get_state()
+    return torch.get_rng_state().tolist(), (name, state.tolist(), rest), random.getstate()
+
+
+@pytest.mark.parametrize("sampling", ["keyed", "published"])
+@pytest.mark.parametrize("method", ["fedobp", "fedavg-ft"])
+def test_a_run_neither_uses_nor_changes_anybodys_generator(method, sampling):
+    config = Config(clients=5, rounds=2, epochs=1, model="mlp", sampling=sampling, val_ratio=0.2, finetune_epochs=1)
+    results = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        before = generators()
+        results.append(Federation(config).run(method))
+        assert generators() == before
+    first, second = results
+    assert first.history == second.history
+    for name, tensor in first.state_dict(3).items():
+        assert torch.equal(tensor, second.state_dict(3)[name])

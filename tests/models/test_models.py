@@ -1,0 +1,197 @@
+"""The networks: sizes, initialisation, forward pass, and what is refused."""
+
+from collections import OrderedDict
+from math import prod
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fedobp.errors import FedobpError
+from fedobp.models import NETS, Model, register
+
+
+@pytest.fixture(autouse=True)
+def _registry():
+    known = dict(NETS)
+    yield
+    NETS.clear()
+    NETS.update(known)
+
+
+def registered(**layers: nn.Module) -> str:
+    register("made-up")(lambda shape, classes: nn.Sequential(OrderedDict(layers)))
+    return "made-up"
+
+
+PAPER = {  # dataset: input, classes, (conv1, conv2, fc1, classifier), total
+    "cifar10, svhn": ((3, 32, 32), 10, (2_432, 51_264, 819_712, 5_130), 878_538),
+    "cifar100": ((3, 32, 32), 100, (2_432, 51_264, 819_712, 51_300), 924_708),
+    "emnist": ((1, 28, 28), 62, (832, 51_264, 524_800, 31_806), 608_702),
+    "mnist, fmnist": ((1, 28, 28), 10, (832, 51_264, 524_800, 5_130), 582_026),
+    "medmnist": ((1, 28, 28), 11, (832, 51_264, 524_800, 5_643), 582_539),
+}
+
+
+def by_layer(model: Model) -> dict[str, int]:
+    """Entries of each layer, weight and bias together."""
+    sizes: dict[str, int] = {}
+    for name, shape in zip(model.layout.names, model.layout.shapes, strict=True):
+        layer = name.split(".")[0]
+        sizes[layer] = sizes.get(layer, 0) + prod(shape)
+    return sizes
+
+
+@pytest.mark.parametrize(("shape", "classes", "layers", "total"), PAPER.values(), ids=PAPER.keys())
+def test_the_papers_cnn_has_the_papers_sizes(shape, classes, layers, total):
+    model = Model("cnn", shape, classes)
+    assert by_layer(model) == dict(zip(("conv1", "conv2", "fc1", "classifier"), layers, strict=True))
+    assert model.layout.size == total == sum(p.numel() for p in model.module().parameters())
+    assert int(model.layout.is_head().sum()) == layers[-1]
+    assert [name.split(".")[1] for name in model.layout.names] == ["weight", "bias"] * 4
+
+
+def test_the_small_networks_have_the_sizes_worked_out_by_hand():
+    small = {"conv1": 32 * 9 + 32, "conv2": 64 * 32 * 9 + 64, "fc1": 128 * (64 * 2 * 2) + 128, "classifier": 1_290}
+    assert by_layer(Model("cnn-small", (1, 8, 8), 10)) == small
+    assert Model("cnn-small", (1, 8, 8), 10).layout.size == 53_002
+    assert by_layer(Model("mlp", (4,), 2)) == {"fc1": 4 * 128 + 128, "classifier": 128 * 2 + 2}
+    assert Model("mlp", (2, 3, 5), 2).layout.sizes == (30 * 128, 128, 256, 2)
+
+
+def test_the_papers_cnn_computes_what_the_paper_says():
+    model = Model("cnn", (3, 32, 32), 10)
+    theta = model.initial(3)
+    tensors = model.layout.views(theta)
+    x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    z = functional.max_pool2d(functional.conv2d(x, tensors["conv1.weight"], tensors["conv1.bias"]).relu(), 2)
+    z = functional.max_pool2d(functional.conv2d(z, tensors["conv2.weight"], tensors["conv2.bias"]).relu(), 2)
+    assert z.shape == (2, 64, 5, 5)
+    z = (z.flatten(1) @ tensors["fc1.weight"].T + tensors["fc1.bias"]).relu()
+    expected = z @ tensors["classifier.weight"].T + tensors["classifier.bias"]
+    with torch.no_grad():
+        assert torch.allclose(model.module(theta)(x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("cnn", (1, 30, 30)),
+        ("cnn", (3, 29, 31)),
+        ("cnn", (1, 16, 16)),
+        ("cnn", (2, 19, 17)),
+        ("cnn-small", (1, 30, 30)),
+        ("cnn-small", (3, 29, 31)),
+        ("cnn-small", (1, 4, 4)),
+        ("cnn-small", (1, 5, 7)),
+        ("mlp", (3, 29, 31)),
+        ("mlp", (7,)),
+    ],
+)
+def test_any_input_size_runs(name, shape):
+    with torch.no_grad():
+        assert Model(name, shape, 3).module()(torch.zeros(2, *shape)).shape == (2, 3)
+
+
+def test_initial_is_torchs_default_initialisation_after_seeding():
+    model = Model("cnn-small", (1, 8, 8), 10)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(42)
+        expected = torch.cat([p.detach().reshape(-1) for p in NETS["cnn-small"]((1, 8, 8), 10).parameters()])
+    assert model.initial(42).equal(expected)
+    assert model.initial(42).equal(Model("cnn-small", (1, 8, 8), 10).initial(42))
+    assert not model.initial(43).equal(expected)
+    assert expected.dtype == torch.float32
+    assert not model.initial(42).requires_grad
+
+
+def test_torchs_global_generator_is_left_as_it_was():
+    before = torch.get_rng_state()
+    model = Model("mlp", (4,), 2)
+    model.module(model.initial(5))
+    assert torch.get_rng_state().equal(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_module_holds_a_copy_of_the_vector_in_its_dtype(dtype):
+    model = Model("mlp", (4,), 2)
+    theta = torch.arange(model.layout.size, dtype=dtype)
+    module = model.module(theta)
+    assert all(p.dtype == dtype and p.requires_grad for p in module.parameters())
+    assert model.read(module).equal(theta)
+    with torch.no_grad():
+        next(module.parameters()).zero_()
+    assert theta.equal(torch.arange(model.layout.size, dtype=dtype))
+
+
+def test_load_and_read_are_inverse():
+    model = Model("mlp", (4,), 2)
+    module = model.module()
+    model.load(module, model.initial(9))
+    assert model.read(module).equal(model.initial(9))
+    assert not model.read(module).requires_grad
+    assert module.state_dict().keys() == dict.fromkeys(model.layout.names).keys()
+
+
+def test_modules_are_fresh():
+    model = Model("mlp", (4,), 2)
+    one, other = model.module(), model.module()
+    with torch.no_grad():
+        next(one.parameters()).fill_(7)
+    assert not (next(other.parameters()) == 7).any()
+
+
+def test_a_registered_network_is_a_model_even_with_its_classifier_first():
+    name = registered(classifier=nn.Linear(2, 3), rest=nn.Linear(3, 3, bias=False))
+    model = Model(name, (2,), 3)
+    assert model.layout.names == ("classifier.weight", "classifier.bias", "rest.weight")
+    assert model.layout.is_head().tolist() == [True] * 9 + [False] * 9
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(("name", "near"), [("cnn_small", "cnn-small"), ("CNN", "cnn"), ("mpl", "mlp")])
+def test_an_unknown_model_is_refused_with_its_near_miss(name, near):
+    with pytest.raises(FedobpError, match=f"unknown model '{name}': did you mean '{near}'?"):
+        Model(name, (1, 28, 28), 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "smallest"),
+    [
+        ("cnn", (1, 15, 28), 16),
+        ("cnn", (1, 28, 15), 16),
+        ("cnn", (64,), 16),
+        ("cnn", (28, 28), 16),
+        ("cnn-small", (1, 3, 8), 4),
+        ("cnn-small", (1, 8, 3), 4),
+        ("cnn-small", (8,), 4),
+    ],
+)
+def test_an_image_too_small_is_refused(name, shape, smallest):
+    given = "x".join(map(str, shape))
+    with pytest.raises(FedobpError, match=f"'{name}' needs images of at least {smallest}x{smallest}.*shape {given}:"):
+        Model(name, shape, 10)
+
+
+@pytest.mark.parametrize(
+    ("layers", "complaint"),
+    [
+        ({"fc": nn.Linear(2, 2)}, "no layer called `classifier`"),
+        ({"classifiers": nn.Linear(2, 2)}, "no layer called `classifier`"),
+        ({"norm": nn.BatchNorm1d(2), "classifier": nn.Linear(2, 2)}, "has buffers"),
+        ({"drop": nn.Dropout(0.5), "classifier": nn.Linear(2, 2)}, "has dropout"),
+        ({"drop": nn.Dropout2d(0.5), "classifier": nn.Linear(2, 2)}, "has dropout"),
+        ({"deep": nn.Sequential(nn.AlphaDropout(0.5)), "classifier": nn.Linear(2, 2)}, "has dropout"),
+    ],
+)
+def test_a_network_that_one_vector_cannot_hold_is_refused(layers, complaint):
+    with pytest.raises(FedobpError, match=f"model 'made-up' {complaint}|model 'made-up' has {complaint}"):
+        Model(registered(**layers), (2,), 2)
+
+
+def test_group_norm_is_welcome():
+    name = registered(norm=nn.GroupNorm(1, 2), classifier=nn.Linear(2, 2))
+    assert Model(name, (2,), 2).layout.size == 2 + 2 + 4 + 2
