@@ -116,9 +116,9 @@ def dense_records():
         torch.bool: st.booleans(),
     }
     return st.tuples(shapes, st.sampled_from(list(entries))).flatmap(
-        lambda chosen: st.lists(
-            entries[chosen[1]], min_size=math.prod(chosen[0]), max_size=math.prod(chosen[0])
-        ).map(lambda values: torch.tensor(values, dtype=chosen[1]).reshape(chosen[0]))
+        lambda chosen: st.lists(entries[chosen[1]], min_size=math.prod(chosen[0]), max_size=math.prod(chosen[0])).map(
+            lambda values: torch.tensor(values, dtype=chosen[1]).reshape(chosen[0])
+        )
     )
 
 
@@ -130,9 +130,7 @@ def sparse_records():
     def build(drawn) -> Sparse:
         entries, dtype, all_or_nothing = drawn
         keep = [kept if all_or_nothing is None else all_or_nothing for _, kept in entries]
-        return Sparse(
-            torch.tensor([value for value, _ in entries], dtype=dtype), torch.tensor(keep, dtype=torch.bool)
-        )
+        return Sparse(torch.tensor([value for value, _ in entries], dtype=dtype), torch.tensor(keep, dtype=torch.bool))
 
     return sizes.map(build)
 

@@ -17,7 +17,7 @@ recipe = importlib.import_module("fedobp.data.partition")
 
 
 def published(y, clients, alpha, seed):
-    """The recipe as published, on the global generator (put back afterwards): [(train, test)] and the number of tries."""
+    """The recipe as published, on the global generator (put back afterwards): each (train, test), and the tries."""
     before = np.random.get_state()
     try:
         np.random.seed(seed)
@@ -165,7 +165,7 @@ def test_every_sample_is_on_exactly_one_client(labels, clients, kind, alpha, see
         shards = partition(y, clients, kind=kind, alpha=alpha, seed=seed, val_ratio=val_ratio)
     except FedobpError as error:
         assert kind == "dirichlet"
-        assert "tries" in str(error)
+        assert "tries" in str(error)  # noqa: PT017 (small draws may fail, and must then say so)
         return
     everything = np.concatenate([np.concatenate([s.train, s.val, s.test]) for s in shards])
     assert sorted(everything) == list(range(len(y)))
@@ -218,6 +218,16 @@ def test_too_few_samples_for_iid_are_refused():
 def test_a_concentration_that_is_not_positive_is_refused(digits, alpha):
     with pytest.raises(FedobpError, match="not above 0"):
         partition(digits, 5, alpha=alpha)
+
+
+@pytest.mark.parametrize("alpha", [1e-3, 1e-300])
+def test_a_concentration_so_small_that_draws_vanish_gives_a_partition_or_a_sentence(digits, alpha):
+    try:
+        shards = partition(digits, 2, alpha=alpha)
+    except FedobpError as error:
+        assert "alpha" in str(error)  # noqa: PT017 (a refusal is as right as a partition; a warning is not)
+    else:
+        assert sum(sizes(shards)) == len(digits)
 
 
 def test_an_unknown_kind_suggests_the_nearest(digits):

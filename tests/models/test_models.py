@@ -154,7 +154,7 @@ def test_a_registered_network_is_a_model_even_with_its_classifier_first():
 
 @pytest.mark.parametrize(("name", "near"), [("cnn_small", "cnn-small"), ("CNN", "cnn"), ("mpl", "mlp")])
 def test_an_unknown_model_is_refused_with_its_near_miss(name, near):
-    with pytest.raises(FedobpError, match=f"unknown model '{name}': did you mean '{near}'?"):
+    with pytest.raises(FedobpError, match=rf"unknown model '{name}': did you mean '{near}'\?"):
         Model(name, (1, 28, 28), 10)
 
 
@@ -179,8 +179,8 @@ def test_an_image_too_small_is_refused(name, shape, smallest):
 @pytest.mark.parametrize(
     ("layers", "complaint"),
     [
-        ({"fc": nn.Linear(2, 2)}, "no layer called `classifier`"),
-        ({"classifiers": nn.Linear(2, 2)}, "no layer called `classifier`"),
+        ({"fc": nn.Linear(2, 2)}, "has no layer called `classifier`"),
+        ({"classifiers": nn.Linear(2, 2)}, "has no layer called `classifier`"),
         ({"norm": nn.BatchNorm1d(2), "classifier": nn.Linear(2, 2)}, "has buffers"),
         ({"drop": nn.Dropout(0.5), "classifier": nn.Linear(2, 2)}, "has dropout"),
         ({"drop": nn.Dropout2d(0.5), "classifier": nn.Linear(2, 2)}, "has dropout"),
@@ -188,7 +188,7 @@ def test_an_image_too_small_is_refused(name, shape, smallest):
     ],
 )
 def test_a_network_that_one_vector_cannot_hold_is_refused(layers, complaint):
-    with pytest.raises(FedobpError, match=f"model 'made-up' {complaint}|model 'made-up' has {complaint}"):
+    with pytest.raises(FedobpError, match=f"model 'made-up' {complaint}"):
         Model(registered(**layers), (2,), 2)
 
 

@@ -1,0 +1,38 @@
+import json
+import os
+import sys
+from typing import NamedTuple
+
+import pytest
+
+# One thread each: the models here are tiny, and tests share their machine with others. Set before torch is loaded.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from fedobp import cli  # noqa: E402
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self):
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def command(capsys, monkeypatch, tmp_path):
+    """Run the command line in this process, in an empty folder with an empty data folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDOBP_DATA", str(tmp_path / "data"))
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["fedobp", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        said = capsys.readouterr()
+        return Said(stop.value.code, said.out, said.err)
+
+    return call

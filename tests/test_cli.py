@@ -1,0 +1,356 @@
+"""The command line as its user meets it: what it prints where, its exit codes, and every error."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fedobp
+from fedobp.runs import load_state_dict
+
+TINY = ("--clients", 5, "--rounds", 2, "--epochs", 1, "--model", "mlp")
+ACCURACY = {"pooled", "client_mean", "client_std", "worst_decile", "balanced", "majority_class"}
+
+
+def write_npz(path, n=60, shape=(8, 8), labels=3, **more):
+    generator = np.random.default_rng(0)
+    x = generator.integers(0, 256, (n, *shape), dtype=np.uint8)
+    np.savez(path, x=x, y=np.arange(n) % labels, **more)
+    return path
+
+
+def test_run_json_has_exactly_the_documented_shape(command):
+    said = command("run", *TINY, "--finetune-epochs", 1, "--out", "here", "--json")
+    assert (said.code, said.err) == (0, "")
+    assert said.out.count("\n") == 1
+    run = said.json
+    assert set(run) == {
+        "method", "dataset", "seed", "rounds", "protocol", "accuracy", "last", "finetuned", "validation", "history",
+        "personal", "bytes", "seconds", "out",
+    }  # fmt: skip
+    assert (run["method"], run["dataset"], run["seed"], run["rounds"]) == ("fedobp", "digits", 42, 2)
+    assert set(run["accuracy"]) == set(run["last"]) == set(run["finetuned"]) == ACCURACY
+    assert set(run["personal"]) == {"mean", "min", "max", "share"}
+    assert set(run["bytes"]) == {"down_per_round", "up_per_round", "down_total", "up_total"}
+    assert [len(point) for point in run["history"]] == [3, 3]
+    assert run["history"][-1] == [2, run["accuracy"]["pooled"], run["accuracy"]["client_mean"]]
+    assert run["protocol"]["name"] == "default"
+    assert run["out"] == "here"
+    assert json.loads(Path("here/result.json").read_text()) == run
+
+
+def test_finetuned_is_null_without_finetune_epochs(command):
+    assert command("run", *TINY, "--json").json["finetuned"] is None
+
+
+def test_a_run_folder_holds_config_metrics_timings_models_and_result(command):
+    assert command("run", *TINY, "--out", "here").code == 0
+    assert {path.name for path in Path("here").iterdir()} == {
+        "config.toml", "metrics.jsonl", "timings.jsonl", "models", "result.json",
+    }  # fmt: skip
+    config = tomllib.loads(Path("here/config.toml").read_text())
+    assert "out" not in config
+    assert config["clients"] == 5
+    lines = [json.loads(line) for line in Path("here/metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [1, 2]
+    assert all(not {"seconds", "time"} & set(line) for line in lines)
+
+
+def test_a_runs_own_config_runs_it_again_to_the_same_bytes(command):
+    command("run", *TINY, "--q", 0.9, "--set", "score=product", "--out", "first")
+    assert command("run", "--config", "first/config.toml", "--out", "second").code == 0
+    for name in ("config.toml", "metrics.jsonl", "models/global.safetensors", "models/clients.safetensors"):
+        assert Path("first", name).read_bytes() == Path("second", name).read_bytes()
+
+
+def test_flags_win_over_the_configuration_file(command):
+    command("run", *TINY, "--q", 0.9, "--out", "first")
+    command("run", "--config", "first/config.toml", "--seed", 7, "--method", "fedavg", "--out", "second")
+    config = tomllib.loads(Path("second/config.toml").read_text())
+    assert (config["seed"], config["clients"], config["method"], config["options"]) == (7, 5, "fedavg", {})
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_left_alone(command):
+    command("run", *TINY, "--out", "here")
+    before = {path: path.read_bytes() for path in Path("here").rglob("*") if path.is_file()}
+    said = command("run", *TINY, "--out", "here", "--json")
+    assert (said.code, said.out) == (2, "")
+    assert "already holds a run" in said.err
+    assert {path: path.read_bytes() for path in Path("here").rglob("*") if path.is_file()} == before
+
+
+def test_the_default_folder_is_always_new_and_named_at_the_end(command):
+    first, second = command("run", *TINY), command("run", *TINY)
+    folders = [said.out.strip().splitlines()[-1].removeprefix("Run folder: ") for said in (first, second)]
+    assert len(set(folders)) == 2
+    assert all(Path(folder, "result.json").exists() for folder in folders)
+
+
+@pytest.mark.parametrize(("choice", "files"), [("none", set()), ("global", {"global"}), ("all", {"global", "clients"})])
+def test_save_models(command, choice, files):
+    command("run", *TINY, "--save-models", choice, "--out", "here")
+    assert {path.stem for path in Path("here").glob("models/*.safetensors")} == files
+
+
+def test_a_saved_client_loads_into_an_ordinary_module_and_predicts_the_same(command):
+    command("run", *TINY, "--method", "fedper", "--out", "here")
+    result = fedobp.Federation(fedobp.Config(clients=5, rounds=2, epochs=1, model="mlp")).run("fedper")
+    module = fedobp.Model("mlp", (1, 8, 8), 10).module()
+    module.load_state_dict(load_state_dict("here", client=3))
+    again = fedobp.Model("mlp", (1, 8, 8), 10).module()
+    again.load_state_dict(result.state_dict(client=3))
+    x = torch.linspace(-1, 1, 64 * 5).reshape(5, 1, 8, 8)
+    assert torch.equal(module(x), again(x))
+
+
+def test_compare_prints_one_table_and_writes_every_run(command):
+    said = command("compare", *TINY, "--methods", "fedobp,fedavg,local", "--seeds", 2, "--out", "here")
+    assert said.code == 0
+    assert all(name in said.out for name in ("fedobp", "fedavg", "local", "client mean", "seconds", "Run folder: here"))
+    assert "±" in said.out
+    assert {path.name for path in Path("here").iterdir()} == {"compare.json"} | {
+        f"{method}-seed{seed}" for method in ("fedobp", "fedavg", "local") for seed in (42, 43)
+    }
+
+
+def test_compare_json(command):
+    found = command("compare", *TINY, "--methods", "fedavg,local", "--seeds", 3, "--json").json
+    assert set(found) == {"runs", "table"}
+    assert [(run["method"], run["seed"]) for run in found["runs"]] == [
+        (method, seed) for seed in (42, 43, 44) for method in ("fedavg", "local")
+    ]
+    for row in found["table"]:
+        pooled = [run["accuracy"]["pooled"] for run in found["runs"] if run["method"] == row["method"]]
+        assert row["seeds"] == [42, 43, 44]
+        assert row["pooled"]["mean"] == pytest.approx(np.mean(pooled))
+        assert row["pooled"]["std"] == pytest.approx(np.std(pooled, ddof=1))
+        assert set(row) == {"method", "pooled", "client_mean", "seeds"}
+
+
+def test_compare_with_one_seed_has_no_deviation(command):
+    found = command("compare", *TINY, "--methods", "fedavg", "--json").json
+    assert found["table"][0]["pooled"]["std"] is None
+
+
+def test_compare_gives_an_option_to_the_methods_that_have_it(command):
+    found = command("compare", *TINY, "--methods", "fedobp,fedavg", "--q", 1, "--json").json
+    assert found["runs"][0]["accuracy"] == found["runs"][1]["accuracy"]
+    said = command("compare", *TINY, "--methods", "fedavg,local", "--q", 1)
+    assert said.code == 2
+    assert "option of these methods" in said.err
+
+
+def test_a_compared_run_equals_the_same_run_alone(command):
+    both = command("compare", *TINY, "--methods", "local,fedper", "--json").json["runs"][1]
+    alone = command("run", *TINY, "--method", "fedper", "--json").json
+    assert {**both, "seconds": 0, "out": ""} == {**alone, "seconds": 0, "out": ""}
+
+
+def test_partition_json_counts_every_sample_once(command):
+    clients = command("partition", "--clients", 7, "--json").json["clients"]
+    assert [client["id"] for client in clients] == list(range(7))
+    assert sum(client["train"] + client["test"] for client in clients) == 1797
+    for client in clients:
+        assert sum(client["labels"].values()) == client["train"] + client["test"]
+        assert client["test"] == int(0.25 * (client["train"] + client["test"]))
+
+
+def test_partition_draws_a_heat_map_and_a_picture(command):
+    said = command("partition", "--clients", 6, "--plot", "map.png")
+    assert said.code == 0
+    assert "1,797 samples on 6 clients" in said.out
+    assert "█" in said.out
+    assert Path("map.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["map.jpg", "nowhere/map.png"])
+def test_a_picture_that_cannot_be_written_is_refused(command, name):
+    said = command("partition", "--plot", name)
+    assert said.code == 2
+    assert "--plot" in said.err
+
+
+def test_data_import_list_and_show(command):
+    write_npz("mine.npz", labels=4, n_train=40)
+    row = command("data", "import", "mine", "mine.npz", "--json").json
+    assert row == {"name": "mine", "samples": 60, "shape": [8, 8], "classes": 4, "available": True}
+    assert command("data", "show", "mine", "--json").json == row
+    listed = {entry["name"]: entry for entry in command("data", "list", "--json").json["datasets"]}
+    assert listed["mine"] == row
+    assert listed["digits"] == {
+        "name": "digits", "samples": 1797, "shape": [8, 8], "classes": 10, "available": True,
+    }  # fmt: skip
+    assert listed["cifar10"]["available"] is False
+    assert {"mnist", "fmnist", "emnist", "cifar10", "cifar100", "svhn", "organamnist", "organcmnist"} <= set(listed)
+
+
+def test_an_imported_set_trains(command):
+    write_npz("mine.npz", n=120)
+    command("data", "import", "mine", "mine.npz")
+    said = command("run", "--dataset", "mine", *TINY, "--json")
+    assert said.code == 0
+    assert said.json["dataset"] == "mine"
+
+
+def test_an_imported_table_trains_with_the_mlp(command):
+    write_npz("table.npz", n=120, shape=(6,))
+    command("data", "import", "table", "table.npz")
+    said = command("run", "--dataset", "table", "--clients", 5, "--rounds", 1, "--out", "here")
+    assert said.code == 0
+    assert tomllib.loads(Path("here/config.toml").read_text())["model"] == "mlp"
+
+
+def test_a_named_set_is_that_set(command):
+    write_npz("f.npz", n=300, shape=(28, 28), labels=10)
+    command("data", "import", "fmnist", "f.npz")
+    said = command(
+        "run", "--dataset", "fmnist", "--clients", 4, "--rounds", 1, "--epochs", 1, "--out", "here", "--json"
+    )
+    assert said.code == 0
+    config = tomllib.loads(Path("here/config.toml").read_text())
+    assert (config["model"], config["options"]["q"]) == ("cnn", 0.99993)
+    about = json.loads(_metadata("here/models/global.safetensors"))
+    assert about["scaling"] == {"unit": 255.0, "mean": [pytest.approx(0.286)], "std": [pytest.approx(0.3205)]}
+
+
+def _metadata(path):
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return file.metadata()["fedobp"]
+
+
+def test_methods_lists_ideas_options_and_papers(command):
+    found = {method["name"]: method for method in command("methods", "--json").json["methods"]}
+    assert set(found) == {"fedobp", "fedavg", "fedavg-ft", "fedavg-last", "local", "fedper"}
+    assert [option["name"] for option in found["fedobp"]["options"]] == ["q", "score", "norm", "scope", "ema", "start"]
+    assert all(set(method) == {"name", "summary", "options", "paper"} for method in found.values())
+    text = command("methods")
+    assert all(f"--set {name}" in text.out for name in ("q=0.999", "score=squared", "ema=0.0", "finetune=5"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["run", "--method", "fedpre"], "did you mean 'fedper'"),
+        (["run", "--dataset", "mnst"], "did you mean 'mnist'"),
+        (["run", "--dataset", "mnist"], "fedobp data import mnist"),
+        (["run", "--metod", "x"], "--method"),
+        (["rnu"], "'run'"),
+        (["run", "--rounds", "x"], "not a valid integer"),
+        (["run", "--rounds", "0"], "--rounds must be at least 1"),
+        (["run", "--set", "q"], "NAME=VALUE"),
+        (["run", "--set", "qq=1"], "did you mean 'q'"),
+        (["run", "--set", "q=many"], "must be a number"),
+        (["run", "--q", "1.5"], "between 0.0 and 1.0"),
+        (["run", "--set", "norm=layers"], "did you mean 'layer'"),
+        (["run", "--method", "fedavg", "--q", "0.5"], "has no options"),
+        (["run", "--protocol", "paper"], "at least 100 rounds"),
+        (["run", "--config", "none.toml"], "cannot read"),
+        (["run", "--clients", "400"], "--partition iid"),
+        (["run", "--lr", "1e9", "--rounds", "2"], "smaller --lr"),
+        (["run", "--model", "cnn"], "at least 16x16"),
+        (["compare", "--methods", "fedobp,fedvag"], "did you mean 'fedavg'"),
+        (["compare", "--seeds", "0"], "--seeds"),
+        (["partition", "--alpha", "-1"], "--alpha"),
+        (["data", "show", "nothing"], "unknown dataset"),
+        (["data", "import", "mine", "none.npz"], "there is no file"),
+        (["data", "import", "Bad Name", "none.npz"], "cannot name a dataset"),
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_the_user_can_put_right_is_one_sentence_and_exit_code_2(command, arguments, sentence, as_json):
+    said = command(*arguments, *(["--json"] if as_json and arguments != ["rnu"] else []))
+    assert said.code == 2
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    assert sentence in said.err
+
+
+def test_a_refused_run_makes_no_folder(command):
+    command("run", "--clients", 400)
+    command("run", "--dataset", "mnist")
+    assert not Path("runs").exists()
+
+
+def test_an_unwritable_folder_is_refused(command):
+    Path("file").write_text("")
+    said = command("run", *TINY, "--out", "file/run")
+    assert said.code == 2
+    assert "cannot make the folder" in said.err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["run", "--help"], ["data"], ["data", "import", "--help"]])
+def test_help(command, arguments):
+    said = command(*arguments)
+    assert said.code == 0
+    assert "Usage:" in said.out
+
+
+@pytest.mark.parametrize("name", ["run", "compare", "partition"])
+def test_help_shows_examples(command, name):
+    assert f"fedobp {name} --" in command(name, "--help").out
+
+
+def test_version(command):
+    assert command("--version").out == f"fedobp {fedobp.__version__}\n"
+
+
+def fedobp_process(*arguments, **more):
+    return subprocess.Popen(
+        [sys.executable, "-m", "fedobp", *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more,
+    )  # fmt: skip
+
+
+def test_python_dash_m_and_no_colour_or_bars_without_a_terminal(tmp_path):
+    process = fedobp_process("run", *TINY, cwd=tmp_path, env={**os.environ, "FORCE_COLOR": ""})
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert err == ""
+    assert "\x1b" not in out
+
+
+def test_help_is_quick():
+    usage = "import resource, subprocess, sys; subprocess.run([sys.executable, '-m', 'fedobp', '--help'], check=True, stdout=subprocess.DEVNULL); r = resource.getrusage(resource.RUSAGE_CHILDREN); print(r.ru_utime + r.ru_stime)"  # noqa: E501
+    seconds = min(float(subprocess.check_output([sys.executable, "-c", usage])) for _ in range(3))
+    assert seconds < 0.5
+
+
+def test_help_loads_neither_torch_nor_the_reports():
+    code = (
+        "import sys; from fedobp import cli; assert not {'torch', 'numpy', 'matplotlib', 'sklearn'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_interrupting_a_run_exits_130_without_a_traceback_and_keeps_the_metrics(tmp_path):
+    process = fedobp_process("run", "--rounds", 5000, "--out", "here", cwd=tmp_path)
+    metrics = tmp_path / "here" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert [json.loads(line)["round"] for line in metrics.read_text().splitlines()][:3] == [1, 2, 3]
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    process = subprocess.run(
+        f"{sys.executable} -m fedobp methods | head -n 1; exit ${{PIPESTATUS[0]}}",
+        shell=True, executable="/bin/bash", capture_output=True, text=True,
+    )  # fmt: skip
+    assert process.returncode == 0
+    assert process.stderr == ""

@@ -1,0 +1,278 @@
+"""Accuracies, protocols and the evaluator, against numbers worked out by hand."""
+
+import math
+
+import pytest
+import torch
+
+from fedobp import Config, Federation, FedobpError, evaluation
+from fedobp.algorithms import METHODS, Moment
+from fedobp.data import FederatedData, data_dir, load, partition
+from fedobp.engine import Serial, Store
+from fedobp.evaluation import Accuracy, Evaluator, accuracy, protocol
+from fedobp.models import Model
+
+
+def labels(*values):
+    return torch.tensor(values, dtype=torch.int64)
+
+
+# Accuracy.
+
+# Four clients, of which the third has nothing to test; label 3 occurs in training alone.
+TARGETS = [labels(0, 0, 1, 2), labels(1), labels(), labels(2, 2, 1, 0, 0)]
+PREDICTED = [labels(0, 0, 1, 1), labels(0), labels(), labels(2, 2, 1, 0, 1)]
+COUNTS = [labels(5, 5, 1, 0), labels(0, 1, 3, 0), labels(9, 0, 0, 0), labels(0, 4, 0, 4)]
+
+
+def test_accuracies_of_a_small_federation():
+    found = accuracy(PREDICTED, TARGETS, COUNTS)
+    assert found.pooled == pytest.approx(100 * 7 / 10)  # 3 of 4, 0 of 1, 4 of 5
+    assert found.client_mean == pytest.approx((75 + 0 + 80) / 3)
+    # Deviations from 155/3 are 70/3, -155/3 and 85/3; the population's variance is their mean square.
+    assert found.client_std == pytest.approx(math.sqrt((70**2 + 155**2 + 85**2) / 27))
+    assert found.worst_decile == 0.0
+    # Label 0: 3 of 4; label 1: 2 of 3; label 2: 2 of 3.
+    assert found.balanced == pytest.approx(100 * (3 / 4 + 2 / 3 + 2 / 3) / 3)
+    # Guesses 0 (ties go to the lowest), 2 and 1: right 2 of 4, 0 of 1, 1 of 5.
+    assert found.majority_class == pytest.approx(100 * 3 / 10)
+
+
+def test_all_right_is_100_and_all_wrong_is_0():
+    right = accuracy(TARGETS, TARGETS, COUNTS)
+    assert (right.pooled, right.client_mean, right.client_std, right.balanced) == (100, 100, 0, 100)
+    wrong = accuracy([(t + 1) % 3 for t in TARGETS], TARGETS, COUNTS)
+    assert (wrong.pooled, wrong.client_mean, wrong.client_std, wrong.balanced) == (0, 0, 0, 0)
+
+
+def test_one_client_has_no_spread():
+    found = accuracy([labels(0, 1, 1)], [labels(0, 1, 0)], [labels(2, 1)])
+    assert (found.client_std, found.worst_decile) == (0, found.pooled)
+
+
+def ladder(clients):
+    """Clients with 25 test samples each, of which 1, 2, 3, ... are right, not in this order."""
+    order = [(7 * i) % clients for i in range(clients)]
+    assert sorted(order) == list(range(clients))
+    targets = [torch.zeros(25, dtype=torch.int64) for _ in order]
+    predicted = [(torch.arange(25) > i).long() for i in order]
+    return accuracy(predicted, targets, [labels(1, 1)] * clients)
+
+
+@pytest.mark.parametrize(("clients", "expected"), [(5, 4), (10, 4), (19, 4), (20, 6), (25, 6)])
+def test_worst_decile_is_the_mean_of_the_lowest_tenth(clients, expected):
+    assert ladder(clients).worst_decile == pytest.approx(expected)
+
+
+def test_clients_without_test_samples_do_not_count_in_the_decile():
+    empty = [labels()] * 100
+    targets, predicted = [labels(0), labels(0, 0), *empty], [labels(0), labels(0, 1), *empty]
+    found = accuracy(predicted, targets, [labels(1, 0)] * 102)
+    assert (found.worst_decile, found.client_mean) == (50, 75)
+
+
+def test_a_federation_without_test_samples_is_refused():
+    with pytest.raises(FedobpError, match="no client has a sample to evaluate on: use fewer --clients or more data"):
+        accuracy([labels(), labels()], [labels(), labels()], COUNTS[:2])
+
+
+# Protocol.
+
+
+def test_the_default_protocol_reports_the_last_round():
+    found = protocol("default", 60)
+    assert (found.rounds, found.pick, found.clients, found.split) == ((60,), "last", "all", "test")
+
+
+@pytest.mark.parametrize(
+    ("rounds", "reported"), [(100, (100,)), (150, (100,)), (399, (100, 200, 300)), (1000, (100, 200, 300, 400))]
+)
+def test_the_papers_protocol_reports_the_best_of_its_rounds(rounds, reported):
+    found = protocol("paper", rounds)
+    assert (found.rounds, found.pick, found.average) == (reported, "best", "pooled")
+
+
+@pytest.mark.parametrize("rounds", [1, 20, 99])
+def test_the_papers_protocol_needs_100_rounds(rounds):
+    with pytest.raises(FedobpError, match=rf"--rounds {rounds} reaches none of them: use at least 100 rounds, or"):
+        protocol("paper", rounds)
+
+
+def test_a_protocol_is_printed_as_plain_values():
+    found = protocol("paper", 250).to_json()
+    assert found["rounds"] == [100, 200]
+    assert found["model"] == "as served, before local training"
+    assert set(found) == {"name", "average", "rounds", "pick", "model", "clients", "split"}
+
+
+def reported(pooled, mean):
+    return Accuracy(pooled, mean, 0.0, 0.0, 0.0, 0.0)
+
+
+def test_best_is_by_pooled_accuracy_and_the_first_of_equals():
+    columns = [reported(50, 90), reported(70, 1), reported(70, 2), reported(60, 99)]
+    assert protocol("paper", 400).choose(columns) is columns[1]
+
+
+def test_last_is_the_last_even_if_it_is_not_the_best():
+    columns = [reported(70, 0), reported(50, 0)]
+    assert protocol("default", 2).choose(columns) is columns[1]
+
+
+@pytest.mark.parametrize("name", ["default", "paper"])
+def test_nothing_is_chosen_out_of_nothing(name):
+    assert protocol(name, 400).choose([]) is None
+
+
+def test_a_run_under_the_papers_protocol_reports_its_best_checkpoint(monkeypatch):
+    monkeypatch.setattr(evaluation, "PAPER_ROUNDS", (1, 2, 4, 8))
+    # A rate at which accuracy goes up and down.
+    config = Config(clients=5, rounds=5, epochs=1, model="mlp", lr=0.5, protocol="paper", eval_every=5)
+    result = Federation(config).run("fedavg")
+    assert result.protocol.rounds == (1, 2, 4)
+    pooled = {round: value for round, value, _ in result.history}
+    assert list(pooled) == [1, 2, 4, 5]
+    assert result.accuracy.pooled == max(pooled[round] for round in (1, 2, 4))
+
+
+# Evaluator.
+
+CLIENTS = 6
+
+
+class Small:
+    """FedOBP with a moving average on six clients, two of which have trained once."""
+
+    def __init__(self, val_ratio=0.0, finetune_epochs=0):
+        digits = load("digits", data_dir())
+        shards = partition(digits.y, CLIENTS, seed=3, val_ratio=val_ratio)
+        self.data = FederatedData(digits, shards, torch.device("cpu"), torch.float64)
+        self.model = Model("mlp", self.data.shape, 10)
+        self.method = METHODS["fedobp"].configure({"q": 0.9, "ema": 0.5})
+        theta = self.model.initial(1).double()
+        server, row, own = self.method.begin(self.model, theta)
+        self.server, self.rows = server, Store(row)
+        self.hp = {name: theta.new_tensor(value) for name, value in (("lr", 0.1), ("momentum", 0), ("weight_decay", 0))}
+        self.engine = Serial(self.model, self.data, own, theta, 1, 32)
+        self.evaluator = Evaluator(self.method, self.model, self.data, self.engine, finetune_epochs)
+        for round in (1, 2):
+            self.train(round)
+
+    def moment(self, round, clients):
+        return Moment(round, 3, CLIENTS, 1, clients)
+
+    def train(self, round):
+        now, cohort = self.moment(round, torch.tensor([4, 1])), [4, 1]
+        down, rows = self.method.send(self.model, now, self.server, self.rows.gather(cohort))
+        answer = self.engine.train(now, self.method.local(self.model, now), down, self.hp)
+        self.server, rows = self.method.receive(self.model, now, self.server, rows, answer.up, answer.n)
+        self.rows.scatter(cohort, rows)
+
+    def evaluate(self, everything=True, keep=None):
+        def at_two(clients):
+            return self.moment(2, clients)
+
+        return self.evaluator(at_two, self.server, self.rows, self.hp, everything=everything, keep=keep)
+
+    def own(self):
+        def take_own(model, client):
+            return client.set(theta=client.own["theta"])
+
+        return self.engine.serve(self.moment(2, torch.arange(CLIENTS)), [take_own], {}, self.hp)["theta"]
+
+
+@pytest.fixture(scope="module")
+def small():
+    return Small(val_ratio=0.25, finetune_epochs=1)
+
+
+@pytest.mark.parametrize("entries", [1, 2 * 9610, 4 * 9610 + 5])
+def test_how_many_clients_are_tested_at_once_does_not_matter(small, monkeypatch, entries):
+    whole = small.evaluate()
+    monkeypatch.setattr(evaluation, "_CHUNK", entries)
+    assert small.evaluate() == whole
+
+
+def test_evaluating_changes_nobodys_state(small):
+    rows, own, server = small.rows.gather(range(CLIENTS)), small.own(), small.server["theta"].clone()
+    last = small.engine.last(small.moment(2, torch.arange(CLIENTS)), server)
+    first, second = small.evaluate(), small.evaluate()
+    assert first == second
+    for name, values in small.rows.gather(range(CLIENTS)).items():
+        assert torch.equal(values, rows[name]), name
+    assert {"score", "scored"} <= set(rows), "the moving average must be in the rows, or this shows nothing"
+    assert rows["scored"].tolist() == [False, True, False, False, True, False]
+    assert torch.equal(small.own(), own)
+    assert torch.equal(small.server["theta"], server)
+    assert torch.equal(small.engine.last(small.moment(2, torch.arange(CLIENTS)), server), last)
+
+
+def test_a_round_after_an_evaluation_is_the_round_without_it():
+    quiet, tested = Small(), Small()
+    tested.evaluate()
+    for one in (quiet, tested):
+        one.train(3)
+    assert torch.equal(quiet.server["theta"], tested.server["theta"])
+    assert torch.equal(quiet.rows.gather([1, 4])["score"], tested.rows.gather([1, 4])["score"])
+
+
+def test_personal_entries_are_counted_per_client_and_per_tensor(small):
+    report = small.evaluate()
+    size = 64 * 128 + 128 + 128 * 10 + 10
+    assert small.model.layout.size == size == 9610
+    # Two clients have a model of their own; theirs are the entries above the one at position floor(0.9 * 9609).
+    counts = []
+    for client in (1, 4):
+        row = small.rows[client]
+        score = 0.5 * (row["theta"] - small.server["theta"]) ** 2 + 0.5 * row["score"]
+        counts.append(int((score > score.sort().values[8648]).sum()))
+    assert max(counts) == 9609 - 8648  # fewer where entries tie
+    assert (report.personal.min, report.personal.max) == (0, max(counts))
+    assert report.personal.mean == pytest.approx(sum(counts) / 6)
+    assert report.personal.share == pytest.approx(sum(counts) / 6 / 9610)
+    assert sum(report.personal_by_tensor.values()) == pytest.approx(report.personal.mean)
+    assert list(report.personal_by_tensor) == ["fc1.weight", "fc1.bias", "classifier.weight", "classifier.bias"]
+
+
+def test_each_served_model_is_handed_over_once_and_is_what_the_accuracy_is_of(small):
+    kept = {}
+    report = small.evaluate(keep=lambda client, theta, mine: kept.setdefault(client, (theta, mine)))
+    assert list(kept) == list(range(CLIENTS))
+    right = total = 0
+    for client, (theta, mine) in kept.items():
+        assert torch.equal(theta[~mine], small.server["theta"][~mine])
+        module = small.model.module(theta)
+        with torch.no_grad():
+            found = module(small.data.inputs(client, "test")).argmax(dim=1)
+        right += int((found == small.data.targets(client, "test")).sum())
+        total += len(found)
+    assert report.served.pooled == pytest.approx(100 * right / total)
+
+
+def test_only_what_was_asked_for_is_reported(small):
+    everything, little = small.evaluate(), small.evaluate(everything=False)
+    assert everything.served == little.served
+    assert everything.validation == little.validation
+    assert None not in (everything.validation, everything.last, everything.finetuned)
+    assert (little.last, little.finetuned) == (None, None)
+    assert {"validation", "last", "finetuned"} & set(little.to_json()) == {"validation"}
+    assert little.round == 2
+
+
+def test_without_validation_parts_or_fine_tuning_there_are_no_such_columns():
+    report = Small().evaluate()
+    assert (report.validation, report.finetuned) == (None, None)
+    assert report.last is not None
+
+
+def test_last_is_the_local_model_of_those_who_trained_and_the_global_one_elsewhere(small):
+    models = [small.server["theta"]] * CLIENTS
+    for client in (1, 4):
+        models[client] = small.rows[client]["theta"]  # what it uploaded
+    right = total = 0
+    for client, theta in enumerate(models):
+        with torch.no_grad():
+            found = small.model.module(theta)(small.data.inputs(client, "test")).argmax(dim=1)
+        right += int((found == small.data.targets(client, "test")).sum())
+        total += len(found)
+    assert small.evaluate().last.pooled == pytest.approx(100 * right / total)

@@ -1,0 +1,257 @@
+"""Whole runs: hand-checkable identities between methods, books, and a golden run per method."""
+
+import json
+import random
+
+import pytest
+import torch
+
+import fedobp
+from fedobp import Config, Federation, FedobpError
+from fedobp.federation import cohorts
+from fedobp.models import Model
+
+TINY = {"clients": 6, "rounds": 4, "participation": 0.5, "epochs": 1, "model": "mlp", "precision": "fp64"}
+MLP_SIZE = 64 * 128 + 128 + 128 * 10 + 10
+HEAD_SIZE = 128 * 10 + 10
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return Federation(Config(**TINY))
+
+
+def vector(result, client=None):
+    return torch.cat([tensor.reshape(-1) for tensor in result.state_dict(client).values()])
+
+
+def test_published_sampling_is_pythons_stream():
+    config = Config(dataset="cifar10", sampling="published", seed=42)
+    random.seed(42)
+    expected = [random.sample(list(range(100)), 10) for _ in range(400)]
+    assert [cohort.tolist() for cohort in cohorts(config)] == expected
+
+
+def test_keyed_sampling_draws_distinct_clients_and_depends_on_seed_and_round():
+    drawn = [cohort.tolist() for cohort in cohorts(Config(rounds=50))]
+    assert all(len(set(cohort)) == 4 and set(cohort) <= set(range(20)) for cohort in drawn)
+    assert len({tuple(cohort) for cohort in drawn}) > 45
+    assert {client for cohort in drawn for client in cohort} == set(range(20))
+    assert drawn != [cohort.tolist() for cohort in cohorts(Config(rounds=50, seed=43))]
+    assert drawn[:10] == [cohort.tolist() for cohort in cohorts(Config(rounds=10))]
+
+
+def test_fedobp_at_q_1_is_fedavg(tiny):
+    ours, theirs = tiny.run("fedobp", q=1.0), tiny.run("fedavg")
+    assert torch.equal(vector(ours), vector(theirs))
+    assert ours.accuracy == theirs.accuracy
+    assert ours.personal.max == 0
+    assert ours.bytes == theirs.bytes
+
+
+def test_fedobp_at_q_0_with_a_literal_start_is_local_only_up_to_ties(tiny):
+    ours, alone = tiny.run("fedobp", q=0.0, start="literal"), tiny.run("local")
+    for client in range(6):
+        mine, theirs = vector(ours, client), vector(alone, client)
+        # Entries at the minimum score (those that nobody's training moved) are shared; they are equal anyway.
+        assert torch.allclose(mine, theirs, rtol=0, atol=1e-12)
+
+
+def test_every_client_at_once_with_equal_sizes_averages_plainly():
+    """One full-participation round of FedAvg is the weighted mean of Local-Only's models."""
+    federation = Federation(Config(**{**TINY, "rounds": 1, "participation": 1.0}))
+    alone, together = federation.run("local"), federation.run("fedavg")
+    sizes = torch.tensor([federation.data.size(client, "train") for client in range(6)], dtype=torch.float64)
+    models = torch.stack([vector(alone, client) for client in range(6)])
+    assert torch.allclose(vector(together), (sizes / sizes.sum()) @ models, rtol=0, atol=1e-12)
+
+
+def test_fedper_without_a_second_client_keeps_its_head(tiny):
+    result = tiny.run("fedper")
+    model = Model("mlp", (1, 8, 8), 10)
+    start = model.initial(42).double()
+    assert torch.equal(vector(result)[-HEAD_SIZE:], start[-HEAD_SIZE:])  # the server's head stays at theta^0
+    assert not torch.equal(vector(result)[:-HEAD_SIZE], start[:-HEAD_SIZE])
+    heads = {tuple(vector(result, client)[-HEAD_SIZE:].tolist()) for client in range(6)}
+    assert len(heads) > 1
+    assert all(torch.equal(vector(result, c)[:-HEAD_SIZE], vector(result)[:-HEAD_SIZE]) for c in range(6))
+
+
+@pytest.mark.parametrize(
+    ("method", "down", "up"),
+    [
+        ("fedavg", MLP_SIZE, MLP_SIZE),
+        ("fedavg-ft", MLP_SIZE, MLP_SIZE),
+        ("fedavg-last", MLP_SIZE, MLP_SIZE),
+        ("fedper", MLP_SIZE - HEAD_SIZE, MLP_SIZE - HEAD_SIZE),
+        ("local", 0, 0),
+    ],
+)
+def test_bytes_are_exactly_the_payload(method, down, up):
+    result = Federation(Config(**{**TINY, "precision": "fp32", "rounds": 2})).run(method)
+    assert result.bytes.down_per_round == 4 * down * 3
+    assert result.bytes.up_per_round == 4 * up * 3
+    assert (result.bytes.down_total, result.bytes.up_total) == (2 * 4 * down * 3, 2 * 4 * up * 3)
+
+
+def test_fedobps_download_counts_values_and_positions(tiny):
+    result = tiny.run("fedobp", q=0.9)
+    full = 8 * MLP_SIZE * 3
+    assert result.bytes.up_per_round == full
+    # A seen client's download lacks 961 values of 8 bytes and carries 961 positions of 4, or a bitmap of 1,202.
+    assert full - 3 * 961 * 8 + 3 * 1202 <= result.bytes.down_per_round < full
+
+
+@pytest.mark.parametrize(
+    ("method", "low", "high"),
+    [
+        ("fedavg", 0, 0),
+        ("fedper", HEAD_SIZE, HEAD_SIZE),
+        ("local", MLP_SIZE, MLP_SIZE),
+        ("fedavg-ft", MLP_SIZE, MLP_SIZE),
+        ("fedavg-last", MLP_SIZE, MLP_SIZE),
+        ("fedobp", 10, 10),
+    ],
+)
+def test_personal_entries_once_everyone_was_seen(method, low, high):
+    federation = Federation(Config(**{**TINY, "participation": 1.0, "rounds": 2}))
+    personal = federation.run(method).personal
+    assert (personal.min, personal.max) == (low, high)
+    assert personal.mean == low
+    assert personal.share == pytest.approx(low / MLP_SIZE)
+
+
+def test_clients_never_seen_are_served_the_global_model():
+    federation = Federation(Config(**{**TINY, "rounds": 1, "participation": 0.1}))
+    (seen,) = next(cohorts(federation.config)).tolist()
+    for method in ("fedobp", "fedavg-last"):
+        result = federation.run(method)
+        assert all(torch.equal(vector(result, c), vector(result)) for c in range(6) if c != seen)
+        assert result.personal.min == 0
+
+
+def test_last_is_the_own_last_model_and_the_global_one_for_the_unseen(tiny):
+    served, averaged = tiny.run("fedavg-last"), tiny.run("fedavg")
+    assert served.accuracy == served.last == averaged.last
+    assert averaged.accuracy != averaged.last
+
+
+def test_history_holds_every_evaluation_and_the_last_round():
+    federation = Federation(Config(**{**TINY, "rounds": 5, "eval_every": 2}))
+    result = federation.run("fedavg")
+    assert [point[0] for point in result.history] == [2, 4, 5]
+    assert result.history[-1][1:] == (result.accuracy.pooled, result.accuracy.client_mean)
+
+
+def test_evaluating_more_often_changes_no_result(tiny):
+    often = Federation(Config(**{**TINY, "eval_every": 1})).run("fedobp", ema=0.5, q=0.9)
+    rarely = Federation(Config(**{**TINY, "eval_every": 4})).run("fedobp", ema=0.5, q=0.9)
+    assert often.accuracy == rarely.accuracy
+    assert torch.equal(vector(often), vector(rarely))
+
+
+def test_fine_tuning_is_reported_beside_and_not_stored(tiny):
+    tuned = Federation(Config(**TINY, finetune_epochs=5)).run("fedavg")
+    plain = tiny.run("fedavg")
+    assert plain.finetuned is None
+    assert tuned.accuracy == plain.accuracy
+    assert tuned.finetuned.pooled > tuned.accuracy.pooled
+    served = tiny.run("fedavg-ft", finetune=5)
+    assert served.accuracy == tuned.finetuned
+
+
+def test_validation_comes_from_training_data_only(tiny):
+    result = Federation(Config(**TINY, val_ratio=0.2)).run("fedavg")
+    assert result.validation is not None
+    assert tiny.run("fedavg").validation is None
+    assert result.accuracy.majority_class == pytest.approx(tiny.run("fedavg").accuracy.majority_class, abs=5)
+
+
+def test_the_paper_protocol_reports_the_best_of_its_rounds():
+    federation = Federation(
+        Config(clients=4, participation=0.25, rounds=200, epochs=1, model="mlp", protocol="paper", eval_every=100)
+    )
+    result = federation.run("fedavg")
+    assert result.protocol.rounds == (100, 200)
+    assert result.accuracy.pooled == max(point[1] for point in result.history)
+
+
+def test_a_runs_options_extend_the_configurations_for_the_same_method():
+    federation = Federation(Config(**TINY, options={"q": 0.5}))
+    assert federation.run("fedobp", score="product").config.options["q"] == 0.5
+    assert federation.run("fedavg").config.options == {}
+
+
+def test_momentum_weight_decay_and_schedule_change_the_result(tiny):
+    plain = vector(tiny.run("fedavg"))
+    for change in ({"momentum": 0.9}, {"weight_decay": 0.1}, {"lr_schedule": "cosine"}, {"lr": 0.02}, {"seed": 1}):
+        assert not torch.equal(plain, vector(Federation(Config(**{**TINY, **change})).run("fedavg")))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"q": 0.5},
+        {"score": "product"},
+        {"norm": "layer"},
+        {"scope": "classifier"},
+        {"ema": 0.9},
+        {"start": "literal"},
+    ],
+)
+def test_every_option_of_fedobp_changes_something(options):
+    federation = Federation(Config(**{**TINY, "rounds": 6, "options": {"q": 0.9}}))
+    plain, changed = federation.run("fedobp"), federation.run("fedobp", **options)
+    assert not all(torch.equal(vector(plain, client), vector(changed, client)) for client in range(6))
+
+
+def test_a_diverging_run_names_round_and_client_and_keeps_its_metrics(tmp_path):
+    # Each step multiplies the weights by 1 - 0.01 * 400 = -3: float32 overflows after a dozen rounds.
+    federation = Federation(Config(**{**TINY, "weight_decay": 400.0, "rounds": 50, "precision": "fp32"}))
+    with pytest.raises(FedobpError, match=r"round \d+, client \d: .* smaller --lr") as caught:
+        federation.run("fedavg", out=tmp_path / "run")
+    reached = int(str(caught.value).split()[1].rstrip(","))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == list(range(1, reached))
+    assert reached > 2
+
+
+# pooled and client-mean accuracy, and the 2-norm of the global model, after 6 rounds in float64
+GOLDEN = {
+    "fedobp": (37.52808988764045, 37.662292378081844, 9.249404574010333),
+    "fedavg": (19.101123595505616, 15.963450679240152, 9.258028429417491),
+    "fedavg-ft": (88.98876404494382, 81.2066553645501, 9.258028429417491),
+    "fedavg-last": (53.48314606741573, 54.78409376304113, 9.258028429417491),
+    "local": (51.23595505617977, 52.11893085577296, 8.932656415834273),
+    "fedper": (53.033707865168545, 58.04597820387294, 9.187745685809283),
+}
+
+
+@pytest.mark.parametrize("method", GOLDEN)
+def test_golden_run(method):
+    federation = Federation(Config(clients=10, rounds=6, epochs=2, lr=0.05, precision="fp64"))
+    result = federation.run(method)
+    pooled, client_mean, norm = GOLDEN[method]
+    assert result.accuracy.pooled == pytest.approx(pooled, abs=1e-9)
+    assert result.accuracy.client_mean == pytest.approx(client_mean, abs=1e-9)
+    assert float(vector(result).norm()) == pytest.approx(norm, rel=1e-9)
+
+
+def test_every_method_has_a_golden_run():
+    from fedobp.algorithms import METHODS
+
+    assert set(GOLDEN) == set(METHODS)
+
+
+@pytest.mark.parametrize("seed", [42, 43, 44])
+def test_fedobp_beats_fedavg_and_local_only_on_the_demo(seed):
+    federation = Federation(Config(seed=seed, eval_every=60))
+    ours, averaged, alone = (federation.run(method).accuracy.pooled for method in ("fedobp", "fedavg", "local"))
+    assert ours > averaged
+    assert ours > alone
+
+
+def test_the_package_offers_exactly_its_public_names():
+    assert all(hasattr(fedobp, name) for name in fedobp.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Fedration'"):
+        _ = fedobp.Fedration
