@@ -192,6 +192,16 @@ def test_data_import_list_and_show(command):
     assert {"mnist", "fmnist", "emnist", "cifar10", "cifar100", "svhn", "organamnist", "organcmnist"} <= set(listed)
 
 
+def test_a_damaged_file_is_listed_as_not_available(command):
+    Path("data").mkdir()
+    Path("data/broken.npz").write_bytes(b"PK\x03\x04 not a zip file")
+    listed = {entry["name"]: entry for entry in command("data", "list", "--json").json["datasets"]}
+    assert listed["broken"]["available"] is False
+    assert listed["digits"]["available"] is True
+    assert command("data", "list").code == 0
+    assert "cannot be read" in command("data", "show", "broken").err
+
+
 def test_an_imported_set_trains(command):
     write_npz("mine.npz", n=120)
     command("data", "import", "mine", "mine.npz")

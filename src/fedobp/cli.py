@@ -312,7 +312,7 @@ def data_list(*, data_dir: DataDir = None, as_json: Json = False) -> None:
     from fedobp.report.tables import datasets_table
 
     folder = room.data_dir(data_dir)
-    rows = [asdict(room.describe(name, folder)) for name in room.names(folder)]
+    rows = [asdict(info) for info in room.catalogue(folder)]
     _show({"datasets": rows} if as_json else datasets_table(rows), f"Data folder: {folder}")
 
 

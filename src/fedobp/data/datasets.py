@@ -3,6 +3,7 @@
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from fedobp.data.known import KNOWN
 from fedobp.errors import FedobpError, unknown
 
 EMBEDDED = "digits"
+# What zipfile, zlib and NumPy raise on a damaged file.
+_DAMAGE = (OSError, ValueError, KeyError, IndexError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,23 @@ def describe(name: str, folder: Path) -> Info:
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, _ = read(member)
         with np.load(path, allow_pickle=False) as arrays:
-            labels = _labels(name, np.asarray(arrays["y"]), arrays)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            labels = _labels(name, np.asarray(arrays["y"]))
+        info = Info(name, shape[0], tuple(shape[1:]), len(labels), available=True)
+    except _DAMAGE as error:
         raise _unreadable(path, error) from error
-    return Info(name, shape[0], tuple(shape[1:]), len(labels), available=True)
+    return info
+
+
+def catalogue(folder: Path) -> list[Info]:
+    """Return the sizes of all known and all imported datasets; a file that cannot be read counts as not there."""
+    found = []
+    for name in names(folder):
+        try:
+            found.append(describe(name, folder))
+        except FedobpError:
+            known = KNOWN.get(name)
+            found.append(Info(name, None, known.shape if known else (), known.classes if known else 0, available=False))
+    return found
 
 
 def store(name: str, source: Path, folder: Path) -> Dataset:
@@ -97,7 +113,10 @@ def store(name: str, source: Path, folder: Path) -> Dataset:
         place = "is built in" if name == EMBEDDED else f"exists already ({target})"
         raise FedobpError(f"dataset '{name}' {place}: import under another name, or remove that file first")
     dataset = parse(name, _read(source))
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FedobpError(f"cannot make the folder {folder} ({error.strerror}): choose another --data-dir") from error
     beside = folder / f".{name}.{os.getpid()}.part"
     try:
         with beside.open("wb") as file:
@@ -127,7 +146,8 @@ def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
     if x.dtype != np.uint8:
         if not np.issubdtype(x.dtype, np.floating):
             raise FedobpError(f"dataset '{name}' has x of type {x.dtype}: convert it to uint8 or float32")
-        x = x.astype(np.float32, copy=False)
+        with np.errstate(over="ignore"):
+            x = x.astype(np.float32, copy=False)
         if not np.isfinite(x).all():
             raise FedobpError(f"dataset '{name}' has NaN or infinite values in x: remove or replace those samples")
     known = KNOWN.get(name)
@@ -136,18 +156,21 @@ def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
             f"dataset '{name}' has samples of shape {x.shape[1:]}, and {name} has {known.shape}: import it under "
             "another name"
         )
-    labels = _labels(name, y, arrays)
-    n_train = int(arrays["n_train"]) if "n_train" in arrays and arrays["n_train"].size == 1 else 0
+    labels = _labels(name, y)
+    given = np.asarray(arrays.get("n_train", 0))
+    if not np.issubdtype(given.dtype, np.integer) or given.size != 1:
+        raise FedobpError(f"dataset '{name}' has an n_train that is no whole number: give 0 where it is not known")
+    n_train = int(given.item())
     if not 0 <= n_train <= len(y):
         raise FedobpError(f"dataset '{name}' has n_train {n_train} of {len(y)} samples: give 0 where it is not known")
-    return Dataset(name, x, np.searchsorted(labels, y).astype(np.int64), labels, n_train)
+    return Dataset(name, x, np.searchsorted(labels, y.astype(np.int64)).astype(np.int64), labels, n_train)
 
 
-def _labels(name: str, y: NDArray[Any], arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.int64]:
+def _labels(name: str, y: NDArray[Any]) -> NDArray[np.int64]:
     """Return what label 0, 1, ... is called: all of a known set's, or those that occur."""
     if not np.issubdtype(y.dtype, np.integer):
         raise FedobpError(f"dataset '{name}' has labels of type {y.dtype}: y must hold integers")
-    occurring = np.unique(y).astype(np.int64)
+    occurring = np.unique(y.astype(np.int64))
     if name in KNOWN:
         classes = KNOWN[name].classes
         if occurring[0] < 0 or occurring[-1] >= classes:
@@ -184,12 +207,13 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
     if not path.is_file():
         raise FedobpError(f"there is no file {path}: give the path of an npz file with arrays x and y")
     try:
-        arrays = np.load(path, allow_pickle=False)
-        if not isinstance(arrays, np.lib.npyio.NpzFile):
-            raise ValueError("one bare array")
-        with arrays:
-            return {key: arrays[key] for key in arrays.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        with path.open("rb") as file:
+            arrays = np.load(file, allow_pickle=False)
+            if not isinstance(arrays, np.lib.npyio.NpzFile):
+                raise ValueError("one bare array")
+            with arrays:
+                return {key: arrays[key] for key in arrays.files}
+    except _DAMAGE as error:
         raise _unreadable(path, error) from error
 
 

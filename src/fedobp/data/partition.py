@@ -44,6 +44,8 @@ def dirichlet(y: Indices, clients: int, alpha: float, random: RandomState) -> li
         for indices in by_label:
             random.shuffle(indices)
             shares = random.dirichlet(np.full(clients, alpha))
+            if not np.isfinite(shares).all():
+                raise FedobpError(f"--alpha {alpha} is too small to draw shares with: use a larger --alpha")
             cuts = (np.cumsum(shares) * len(indices)).astype(np.int64)[:-1]
             for own, piece in zip(pieces, np.split(indices, cuts), strict=True):
                 own.append(piece)

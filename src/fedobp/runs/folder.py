@@ -1,0 +1,70 @@
+"""A run is a folder: what was asked, what was measured round by round, what came out.
+
+`config.toml` re-runs it; `metrics.jsonl` grows by one line a round; `models/` holds the final models. These three are
+equal, byte for byte, for two runs of one configuration on one machine. Times are kept apart, in `timings.jsonl`;
+`result.json` is what `fedobp run --json` prints.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedobp._version import __version__
+from fedobp.errors import FedobpError
+from fedobp.runs.files import write
+
+_OURS = ("config.toml", "metrics.jsonl", "timings.jsonl", "result.json", "compare.json", "models")
+
+
+def claim(folder: Path) -> Path:
+    """Make a folder for a run; one that already holds a run is refused."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = [name for name in _OURS if (folder / name).exists()]
+    except OSError as error:
+        raise FedobpError(f"cannot make the folder {folder} ({error.strerror}): choose another --out") from error
+    if taken:
+        raise FedobpError(f"{folder} already holds a run ({taken[0]}): choose another --out, nothing was overwritten")
+    return folder
+
+
+def fresh(label: str) -> Path:
+    """Make a new folder under `runs/`, named by time and label."""
+    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{label}"
+    attempt = 1
+    while True:
+        folder = Path("runs") / (stem if attempt == 1 else f"{stem}-{attempt}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            attempt += 1
+        except OSError as error:
+            raise FedobpError(f"cannot make the folder {folder} ({error.strerror}): give one with --out") from error
+
+
+class RunFolder:
+    """Writes one run's files into a folder that is its own."""
+
+    def __init__(self, folder: Path, config: str) -> None:
+        self.path = claim(folder)
+        made_by = f"fedobp {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+        head = f"# Run again with: fedobp run --config config.toml\n# Made by {made_by}, {torch.get_num_threads()} threads\n"
+        write(self.path / "config.toml", (head + config).encode())
+
+    def log(self, name: str, line: Mapping[str, Any]) -> None:
+        """Append a line to `metrics.jsonl` or `timings.jsonl`; it is on disk before this returns."""
+        with (self.path / f"{name}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write `result.json`."""
+        write(self.path / "result.json", (json.dumps(result, indent=2, allow_nan=False) + "\n").encode())

@@ -1,0 +1,102 @@
+"""Final models: one shared vector, and of each client only the entries that are its own.
+
+On disk (safetensors, no pickle): `global.safetensors` holds the shared model as an ordinary state dict;
+`clients.safetensors` holds for client i the arrays `i.index` and `i.value`, or `i.vector` where more than half of the
+entries are its own.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedobp.errors import FedobpError
+from fedobp.models import Layout
+from fedobp.runs.files import write
+
+
+class Models:
+    """The models that clients use, kept small."""
+
+    def __init__(self, layout: Layout, shared: Tensor) -> None:
+        self._layout, self._shared = layout, shared.cpu()
+        self._clients: dict[int, dict[str, Tensor]] = {}
+
+    def add(self, client: int, theta: Tensor, mine: Tensor) -> None:
+        """Keep a client's model, of which the entries `mine` are its own."""
+        theta, mine = theta.cpu(), mine.cpu()
+        assert torch.equal(theta[~mine], self._shared[~mine]), "entries outside `mine` must be the global model's"
+        index = mine.nonzero()[:, 0]
+        if 2 * len(index) > len(theta):
+            self._clients[client] = {"vector": theta.clone()}
+        else:
+            self._clients[client] = {"index": index, "value": theta[index]}
+
+    def state_dict(self, client: int | None = None) -> dict[str, Tensor]:
+        """Return a client's model, or the global one, as an ordinary state dict."""
+        if client is None:
+            return _state_dict(self._layout, self._shared, {})
+        if client not in self._clients:
+            raise _no_client(client, self._clients)
+        return _state_dict(self._layout, self._shared, self._clients[client])
+
+    def save(self, folder: Path, *, clients: bool, about: Mapping[str, Any]) -> None:
+        """Write the global model with what is known about it, and, if wanted, every client's entries."""
+        from safetensors.torch import save
+
+        folder.mkdir(parents=True)
+        # One metadata key only: safetensors writes several in no fixed order, and equal runs must give equal bytes.
+        about = {**about, "names": self._layout.names, "clients": sorted(self._clients) if clients else []}
+        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        write(folder / "global.safetensors", save(tensors, metadata={"fedobp": json.dumps(about)}))
+        if clients:
+            entries = {f"{i}.{name}": value for i, record in self._clients.items() for name, value in record.items()}
+            write(folder / "clients.safetensors", save(entries))
+
+
+def load_state_dict(run: str | Path, client: int | None = None) -> dict[str, Tensor]:
+    """Return a saved model as an ordinary state dict: client `client`'s, or the global one.
+
+    `run` is a run's folder, the one that holds `models/`.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    folder = Path(run) / "models"
+    try:
+        with safe_open(folder / "global.safetensors", framework="pt") as file:
+            about = json.loads(file.metadata()["fedobp"])
+            tensors = {name: file.get_tensor(name) for name in about["names"]}
+        if client is None:
+            return tensors
+        if client not in about["clients"]:
+            raise _no_client(client, about["clients"])
+        with safe_open(folder / "clients.safetensors", framework="pt") as file:
+            kept = [key for key in file.keys() if key.startswith(f"{client}.")]  # noqa: SIM118 (it is no mapping)
+            record = {key.partition(".")[2]: file.get_tensor(key) for key in kept}
+        if not record:
+            raise ValueError(f"client {client} is missing")
+        layout = Layout(tuple(tensors), tuple(tuple(tensor.shape) for tensor in tensors.values()))
+        return _state_dict(layout, layout.flatten(tensors), record)
+    except (OSError, SafetensorError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        raise FedobpError(
+            f"{folder} holds no readable models ({error}): give the folder of a run that saved them (--save-models all)"
+        ) from error
+
+
+def _state_dict(layout: Layout, shared: Tensor, record: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if "vector" in record:
+        theta = record["vector"]
+    elif "index" in record:
+        theta = shared.index_copy(0, record["index"], record["value"])
+    else:
+        theta = shared
+    return {name: tensor.clone() for name, tensor in layout.views(theta).items()}
+
+
+def _no_client(client: int, known: Any) -> FedobpError:
+    if not known:
+        return FedobpError(f"there is no model of client {client}: none were saved (use --save-models all)")
+    return FedobpError(f"there is no model of client {client}: clients are {min(known)} to {max(known)}")
