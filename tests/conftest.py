@@ -8,7 +8,7 @@ import pytest
 # One thread each: the models here are tiny, and tests share their machine with others. Set before torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from fedobp import cli  # noqa: E402
+from fedobp import cli
 
 
 class Said(NamedTuple):

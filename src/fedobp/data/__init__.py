@@ -6,6 +6,6 @@ from fedobp.data.known import KNOWN
 from fedobp.data.partition import PARTITIONS, Shard, partition
 
 __all__ = [
-    "KNOWN", "PARTITIONS", "Dataset", "FederatedData", "Info", "Shard", "Split", "catalogue", "data_dir", "describe", "load",
-    "names", "partition", "store",
+    "KNOWN", "PARTITIONS", "Dataset", "FederatedData", "Info", "Shard", "Split", "catalogue", "data_dir", "describe",
+    "load",    "names", "partition", "store",
 ]  # fmt: skip

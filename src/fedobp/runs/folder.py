@@ -54,8 +54,9 @@ class RunFolder:
 
     def __init__(self, folder: Path, config: str) -> None:
         self.path = claim(folder)
-        made_by = f"fedobp {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-        head = f"# Run again with: fedobp run --config config.toml\n# Made by {made_by}, {torch.get_num_threads()} threads\n"
+        versions = f"fedobp {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+        head = "# Run again with: fedobp run --config config.toml\n"
+        head += f"# Made by {versions}, {torch.get_num_threads()} threads\n"
         write(self.path / "config.toml", (head + config).encode())
 
     def log(self, name: str, line: Mapping[str, Any]) -> None:
