@@ -255,7 +255,7 @@ def test_methods_lists_ideas_options_and_papers(command):
         (["run", "--dataset", "mnist"], "fedobp data import mnist"),
         (["run", "--metod", "x"], "--method"),
         (["rnu"], "'run'"),
-        (["run", "--rounds", "x"], "not a valid integer"),
+        (["run", "--rounds", "x"], "not a valid int"),
         (["run", "--rounds", "0"], "--rounds must be at least 1"),
         (["run", "--set", "q"], "NAME=VALUE"),
         (["run", "--set", "qq=1"], "did you mean 'q'"),

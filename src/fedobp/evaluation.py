@@ -29,6 +29,8 @@ class Accuracy:
 
 def accuracy(predicted: Sequence[Tensor], targets: Sequence[Tensor], counts: Sequence[Tensor]) -> Accuracy:
     """Compare each client's predictions with its targets; `counts` are its labels' frequencies in training."""
+    # On the CPU, where the order of additions is the same whichever device made the predictions.
+    predicted, targets, counts = ([one.cpu() for one in many] for many in (predicted, targets, counts))
     tested = [i for i, target in enumerate(targets) if len(target)]
     if not tested:
         raise FedobpError("no client has a sample to evaluate on: use fewer --clients or more data")

@@ -170,6 +170,15 @@ def configure(name: str, **given):
     return METHODS[name].configure(given)
 
 
+def test_the_choices_of_fedobp():
+    assert {option.name: option.metadata["choices"] for option in METHODS["fedobp"].options() if option.type is str} == {
+        "score": ("squared", "product"),
+        "norm": ("none", "layer", "global"),
+        "scope": ("all", "classifier"),
+        "start": ("global", "literal"),
+    }
+
+
 def test_configure_sets_what_is_given_and_leaves_the_rest():
     method = configure("fedobp", q=0.9, score="product")
     assert (method.q, method.score, method.norm, method.scope, method.ema, method.start) == (

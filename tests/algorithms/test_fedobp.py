@@ -122,9 +122,9 @@ def test_entries_that_tie_at_the_threshold_are_shared(model):
 
 
 def test_the_default_is_the_squared_score_and_the_released_code_weighs_by_the_own_value(model):
-    theta, own = vector(9, 0, 0, 0, 0), vector(10, 2, 0, 0, 0)  # squared 1 4 0 0 0, product 10 4 0 0 0
-    assert personal(FedOBP(q=0.75), model, theta, own) == [[1]]
-    assert personal(FedOBP(q=0.75, score="product"), model, theta, own) == [[0]]
+    theta, own = vector(9, 1, 0, 0, 0), vector(0, 2, 0, 0, 0)  # squared 81 1 0 0 0, product 0 2 0 0 0
+    assert personal(FedOBP(q=0.75), model, theta, own) == [[0]]
+    assert personal(FedOBP(q=0.75, score="product"), model, theta, own) == [[1]]
 
 
 def test_layer_norm_rescales_within_tensors_and_global_norm_changes_nothing(model):

@@ -106,7 +106,7 @@ def sgd(
     losses = []
     with repeatable():
         for epoch in range(phase.epochs):
-            for picked in batches(fold(key, epoch), len(y), batch):
+            for picked in batches(fold(key, epoch), len(y), batch, y.device):
                 optimizer.zero_grad()
                 loss = functional.cross_entropy(module(x[picked]), y[picked])
                 loss.backward()
