@@ -86,8 +86,6 @@ def engine() -> None:
 
 
 if __name__ == "__main__":
-    print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {Model('cnn', (3, 32, 32), 10).layout.size:,}"
-    )
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     threshold()
     engine()

@@ -63,6 +63,12 @@ def test_fold_equals_the_formula_in_unbounded_integers(key, parts):
     assert int(fold(key, *parts)) == reference(key, *parts)
 
 
+def test_fold_computes_in_int64_whatever_it_is_given():
+    keys, parts = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([True, False])
+    assert fold(keys, parts).tolist() == [reference(1, 1), reference(2, 0)]
+    assert fold(torch.tensor([3], dtype=torch.int8), 9).dtype == torch.int64
+
+
 def test_fold_without_parts_is_the_key():
     assert int(fold(5)) == 5
 

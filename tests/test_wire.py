@@ -100,6 +100,7 @@ EXAMPLES = {
 def test_the_counted_payload_is_the_encoded_one(record, size):
     encoded = encode(record)
     assert payload_of(record) == len(encoded) - header_bytes(encoded) == size
+    assert type(payload_of(record)) is int
 
 
 @pytest.mark.parametrize("record", [record for record, _ in EXAMPLES.values()], ids=EXAMPLES.keys())
@@ -166,6 +167,15 @@ def test_fedavg_costs_four_bytes_an_entry_and_client():
     [
         ({"theta": torch.tensor([1.0, -2.0])}, [field(shape=[2])], floats(1, -2)),
         (
+            {"a": torch.tensor(0.1, dtype=torch.float64), "b": torch.tensor([[-7]]), "c": torch.tensor([True, False])},
+            [
+                {"name": "a", "dtype": "float64", "shape": []},
+                {"name": "b", "dtype": "int64", "shape": [1, 1]},
+                {"name": "c", "dtype": "bool", "shape": [2]},
+            ],
+            struct.pack("<dqBB", 0.1, -7, 1, 0),
+        ),
+        (
             {"theta": keeping(100, 2, 40)},
             [field(shape=[100], mask="kept", listed=2)],
             positions(2, 40) + floats(3, 41),
@@ -181,7 +191,7 @@ def test_fedavg_costs_four_bytes_an_entry_and_client():
             bytes([0b10011000, 0b11000000]) + floats(1, 4, 5, 9, 10),
         ),
     ],
-    ids=["dense", "kept", "dropped", "bitmap"],
+    ids=["dense", "dtypes", "kept", "dropped", "bitmap"],
 )
 def test_the_bytes_on_the_wire(record, header, payload):
     assert encode(record) == message(header, payload)

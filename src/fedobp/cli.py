@@ -243,20 +243,12 @@ def partition(
     fedobp partition --clients 10 --alpha 0.5 --plot partition.png
     fedobp partition --dataset cifar10 --json
     """
-    from fedobp import data as room
+    from fedobp.federation import deal
     from fedobp.report.partition import heat_map, label_counts
     from fedobp.report.partition import plot as draw
 
     config = Config(**given)
-    dataset = room.load(config.dataset, room.data_dir(config.data_dir))
-    shards = room.partition(
-        dataset.y,
-        config.clients,
-        kind=config.partition,
-        alpha=config.alpha,
-        seed=config.partition_seed,
-        val_ratio=config.val_ratio,
-    )
+    dataset, shards = deal(config)
     if plot:
         kind = f"Dirichlet({config.alpha:g})" if config.partition == "dirichlet" else config.partition.upper()
         draw(dataset, shards, plot, f"{dataset.name}, {kind}, {config.clients} clients, seed {config.partition_seed}")
@@ -273,7 +265,7 @@ def partition(
         ]
         _show({"clients": clients})
     else:
-        _show(heat_map(dataset, shards, _console()), f"Picture: {plot}" if plot else "")
+        _show(heat_map(dataset, shards, _console().width), f"Picture: {plot}" if plot else "")
 
 
 @app.command()

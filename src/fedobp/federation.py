@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedobp.algorithms import Moment, Option, Tensors, method_class
 from fedobp.config import Config
-from fedobp.data import FederatedData, data_dir, load, partition
+from fedobp.data import Dataset, FederatedData, Shard, data_dir, load, partition
 from fedobp.engine import Engine, Serial, Store
 from fedobp.evaluation import Accuracy, Evaluator, Personal, Protocol, Report, protocol
 from fedobp.keys import Purpose, fold, permutation
@@ -95,20 +95,25 @@ def cohorts(config: Config) -> Iterator[Tensor]:
             yield permutation(fold(config.seed, round, Purpose.COHORT), config.clients)[:size]
 
 
+def deal(config: Config) -> tuple[Dataset, list[Shard]]:
+    """Load a dataset and deal it out to clients."""
+    dataset = load(config.dataset, data_dir(config.data_dir))
+    return dataset, partition(
+        dataset.y,
+        config.clients,
+        kind=config.partition,
+        alpha=config.alpha,
+        seed=config.partition_seed,
+        val_ratio=config.val_ratio,
+    )
+
+
 class Federation:
     """Clients with their data, and the model they train: built once, to run any number of methods on."""
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config = config or Config()
-        dataset = load(config.dataset, data_dir(config.data_dir))
-        shards = partition(
-            dataset.y,
-            config.clients,
-            kind=config.partition,
-            alpha=config.alpha,
-            seed=config.partition_seed,
-            val_ratio=config.val_ratio,
-        )
+        dataset, shards = deal(config)
         dtype = {"fp32": torch.float32, "fp64": torch.float64}[config.precision]
         self.data = FederatedData(dataset, shards, torch.device(config.device), dtype)
         self.model = Model(config.model, self.data.shape, self.data.classes)
@@ -143,35 +148,30 @@ class _Run:
         self.engine: Engine = Serial(self.model, data, state.own, theta, config.seed, config.batch_size)
         self.evaluate = Evaluator(self.method, self.model, data, self.engine, config.finetune_epochs)
         self.protocol = protocol(config.protocol, config.rounds)
+        self.due = {*self.protocol.rounds, *range(config.eval_every, config.rounds, config.eval_every), config.rounds}
+        self.models = Models(self.model.layout, theta)
         self.folder = RunFolder(out, config.to_toml()) if out else None
         self.about = {"method": config.method, "model": config.model, **data.about()}
 
     def train(self, progress: Callable[[Progress], None]) -> Result:
-        """Run all rounds, evaluate when the protocol or `eval_every` says so, and write it all down."""
-        config, begun = self.config, time.perf_counter()
-        traffic = [0, 0]
-        history: list[tuple[int, float, float]] = []
+        """Run all rounds, evaluate when it is due, and write it all down."""
+        begun = time.perf_counter()
+        costs: list[dict[str, Any]] = []
         reports: list[Report] = []
-        models = Models(self.model.layout, self.server["theta"])
-        for round, cohort in enumerate(cohorts(config), start=1):
+        for round, cohort in enumerate(cohorts(self.config), start=1):
             clock = time.perf_counter()
-            cost = self._round(self._moment(round, cohort))
-            line: dict[str, Any] = {"round": round, "cohort": cohort.tolist(), **cost}
+            costs.append(self._round(self._moment(round, cohort)))
             trained = time.perf_counter() - clock
-            traffic = [traffic[0] + cost["bytes_down"], traffic[1] + cost["bytes_up"]]
-            final, reported = round == config.rounds, round in self.protocol.rounds
-            if final or reported or round % config.eval_every == 0:
-                if final:
-                    models = Models(self.model.layout, self.server["theta"])
-                report = self._evaluate(round, everything=reported, keep=models.add if final else None)
-                history.append((round, report.served.pooled, report.served.client_mean))
-                reports += [report] if reported else []
-                line |= report.to_json()
+            line = {"round": round, "cohort": cohort.tolist(), **costs[-1]}
+            if round in self.due:
+                reports.append(self._evaluate(round))
+                line |= reports[-1].to_json()
             if self.folder:
                 self.folder.log("metrics", line)
                 self.folder.log("timings", {"round": round, "train": trained, "all": time.perf_counter() - clock})
-            progress(Progress(config.method, round, config.rounds, history[-1][1] if history else None))
-        return self._finish(reports, report.personal, history, traffic, models, time.perf_counter() - begun)
+            pooled = reports[-1].served.pooled if reports else None
+            progress(Progress(self.config.method, round, self.config.rounds, pooled))
+        return self._finish(costs, reports, time.perf_counter() - begun)
 
     def _round(self, now: Moment) -> dict[str, Any]:
         """Walk through one round (the paper's Algorithm 1, and every other method's) and return what it cost."""
@@ -184,14 +184,17 @@ class _Run:
         mean_loss = sum(losses) / len(losses) if losses else None
         return {"loss": mean_loss, "bytes_down": payload_bytes(down), "bytes_up": payload_bytes(answer.up)}
 
-    def _evaluate(self, round: int, *, everything: bool, keep: Callable[[int, Tensor, Tensor], None] | None) -> Report:
+    def _evaluate(self, round: int) -> Report:
+        """Test everyone; the last round's served models are kept as the run's."""
+        if round == self.config.rounds:
+            self.models = Models(self.model.layout, self.server["theta"])
         return self.evaluate(
             lambda clients: self._moment(round, clients),
             self.server,
             self.rows,
             self._numbers(round),
-            everything=everything,
-            keep=keep,
+            everything=round in self.protocol.rounds,
+            keep=self.models.add if round == self.config.rounds else None,
         )
 
     def _moment(self, round: int, clients: Tensor) -> Moment:
@@ -203,20 +206,14 @@ class _Run:
         rates = {"lr": config.lr_at(round), "momentum": config.momentum, "weight_decay": config.weight_decay}
         return {name: like.new_tensor(value) for name, value in {**rates, **self.method.floats()}.items()}
 
-    def _finish(
-        self,
-        reports: list[Report],
-        personal: Personal,
-        history: list[tuple[int, float, float]],
-        traffic: list[int],
-        models: Models,
-        seconds: float,
-    ) -> Result:
+    def _finish(self, costs: list[dict[str, Any]], reports: list[Report], seconds: float) -> Result:
         """Choose what the protocol reports, and write models and result."""
-        config, (down, up) = self.config, traffic
+        config, folder = self.config, self.folder
+        down, up = (sum(cost[way] for cost in costs) for way in ("bytes_down", "bytes_up"))
 
         def chosen(name: str) -> Any:
-            return self.protocol.choose([column for report in reports if (column := getattr(report, name)) is not None])
+            reported = [getattr(report, name) for report in reports if report.round in self.protocol.rounds]
+            return self.protocol.choose([column for column in reported if column is not None])
 
         result = Result(
             config=config,
@@ -225,15 +222,15 @@ class _Run:
             last=chosen("last"),
             finetuned=chosen("finetuned"),
             validation=chosen("validation"),
-            history=history,
-            personal=personal,
+            history=[(report.round, report.served.pooled, report.served.client_mean) for report in reports],
+            personal=reports[-1].personal,
             bytes=Traffic(down / config.rounds, up / config.rounds, down, up),
             seconds=seconds,
-            models=models,
-            out=self.folder.path if self.folder else None,
+            models=self.models,
+            out=folder.path if folder else None,
         )
-        if self.folder:
+        if folder:
             if config.save_models != "none":
-                models.save(self.folder.path / "models", clients=config.save_models == "all", about=self.about)
-            self.folder.finish(result.to_json())
+                self.models.save(folder.path / "models", clients=config.save_models == "all", about=self.about)
+            folder.finish(result.to_json())
         return result

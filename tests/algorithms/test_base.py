@@ -1,15 +1,15 @@
 """Options, records and the server's mean: what every method stands on."""
 
 import math
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedobp.algorithms import METHODS, Client, Method, Moment, Sparse, method_class
-from fedobp.algorithms.base import average, dense, to_all
+from fedobp.algorithms import METHODS, Client, Method, Moment, Sparse, Train, method_class
+from fedobp.algorithms.base import average, dense, option, to_all
 from fedobp.errors import FedobpError
 from fedobp.models import Model
 
@@ -108,8 +108,15 @@ def test_a_clients_functions_return_changed_copies():
     )
     assert changed.theta is a
     assert (empty.work, empty.own, empty.up) == ({}, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("thing", "field"),
+    [(Client({}, {}, {}, {}, {}), "own"), (Train(1), "epochs"), (now(0), "round"), (METHODS["fedobp"](), "q")],
+)
+def test_what_a_program_sees_cannot_be_changed_in_place(thing, field):
     with pytest.raises(FrozenInstanceError):
-        empty.own = {}
+        setattr(thing, field, None)
 
 
 # The registry
@@ -130,16 +137,16 @@ def test_every_method_and_option_is_described(cls):
     assert cls.summary
     assert cls.paper
     assert cls.__doc__
-    for option in cls.options():
-        assert option.metadata["doc"].strip()
-        assert option.type in (int, float, str)
-        assert isinstance(option.default, option.type)
-        assert (option.type is str) == bool(option.metadata["choices"])
+    for spec in cls.options():
+        assert spec.metadata["doc"].strip()
+        assert spec.type in (int, float, str)
+        assert isinstance(spec.default, spec.type)
+        assert (spec.type is str) == bool(spec.metadata["choices"])
 
 
 @pytest.mark.parametrize("cls", METHODS.values(), ids=METHODS.keys())
 def test_defaults_pass_their_own_checks(cls):
-    defaults = {option.name: option.default for option in cls.options()}
+    defaults = {spec.name: spec.default for spec in cls.options()}
     assert cls.configure({}) == cls.configure(defaults) == cls()
 
 
@@ -171,7 +178,7 @@ def configure(name: str, **given):
 
 
 def test_the_choices_of_fedobp():
-    assert {option.name: option.metadata["choices"] for option in METHODS["fedobp"].options() if option.type is str} == {
+    assert {spec.name: spec.metadata["choices"] for spec in METHODS["fedobp"].options() if spec.type is str} == {
         "score": ("squared", "product"),
         "norm": ("none", "layer", "global"),
         "scope": ("all", "classifier"),
@@ -189,7 +196,7 @@ def test_configure_sets_what_is_given_and_leaves_the_rest():
 
 
 @pytest.mark.parametrize(
-    ("method", "option", "given", "value"),
+    ("method", "name", "given", "value"),
     [
         ("fedobp", "q", 1, 1.0),
         ("fedobp", "q", 0, 0.0),
@@ -201,8 +208,8 @@ def test_configure_sets_what_is_given_and_leaves_the_rest():
         ("fedavg-ft", "finetune", 10**6, 10**6),
     ],
 )
-def test_numbers_arrive_in_their_options_type(method, option, given, value):
-    found = getattr(configure(method, **{option: given}), option)
+def test_numbers_arrive_in_their_options_type(method, name, given, value):
+    found = getattr(configure(method, **{name: given}), name)
     assert found == value
     assert type(found) is type(value)
 
@@ -238,11 +245,11 @@ def test_what_is_not_a_whole_number_is_refused(value):
         configure("fedavg-ft", finetune=value)
 
 
-@pytest.mark.parametrize("option", ["q", "ema"])
+@pytest.mark.parametrize("name", ["q", "ema"])
 @pytest.mark.parametrize("value", [-0.001, 1.001, math.inf, -1, 2])
-def test_a_number_out_of_range_is_refused(option, value):
-    with pytest.raises(FedobpError, match=f"option '{option}' of fedobp must be between 0.0 and 1.0, not {value}"):
-        configure("fedobp", **{option: value})
+def test_a_number_out_of_range_is_refused(name, value):
+    with pytest.raises(FedobpError, match=f"option '{name}' of fedobp must be between 0.0 and 1.0, not {value}"):
+        configure("fedobp", **{name: value})
 
 
 def test_a_number_below_an_open_range_is_refused():
@@ -251,7 +258,7 @@ def test_a_number_below_an_open_range_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "near"),
+    ("name", "value", "near"),
     [
         ("score", "square", "squared"),
         ("norm", "layers", "layer"),
@@ -259,9 +266,22 @@ def test_a_number_below_an_open_range_is_refused():
         ("start", "literally", "literal"),
     ],
 )
-def test_a_choice_that_does_not_exist_is_refused_with_its_near_miss(option, value, near):
-    with pytest.raises(FedobpError, match=rf"unknown option '{option}' of fedobp '{value}': did you mean '{near}'\?"):
-        configure("fedobp", **{option: value})
+def test_a_choice_that_does_not_exist_is_refused_with_its_near_miss(name, value, near):
+    with pytest.raises(FedobpError, match=rf"unknown option '{name}' of fedobp '{value}': did you mean '{near}'\?"):
+        configure("fedobp", **{name: value})
+
+
+def test_an_option_may_be_open_on_either_side():
+    @dataclass(frozen=True)
+    class MadeUp(Method):
+        name = "made-up"
+        free: float = option(0.0, "any number")
+        capped: float = option(0.0, "up to 2", low=-1.0, high=2.0)
+
+    assert MadeUp.configure({"free": -1e9, "capped": 2}) == MadeUp(free=-1e9, capped=2.0)
+    assert MadeUp.configure({"free": 1e9, "capped": -1}) == MadeUp(free=1e9, capped=-1.0)
+    with pytest.raises(FedobpError, match=r"'capped' of made-up must be between -1\.0 and 2\.0, not 3"):
+        MadeUp.configure({"capped": 3})
 
 
 def test_a_choice_of_another_type_is_refused():

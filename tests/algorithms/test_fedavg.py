@@ -61,6 +61,7 @@ def test_fedavg_ft_serves_the_global_model_after_finetuning(epochs):
     served = run(method.serve(MODEL, NOW), {}, vector(5, 6), vector(1, -1))
     assert served.theta.tolist() == [5 + epochs, 6 - epochs]
     assert served.work["mine"].tolist() == [True, True]
+    assert served.work["mine"].dtype == torch.bool
     assert (served.own, served.up) == ({}, {})
 
 

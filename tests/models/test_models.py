@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from fedobp.errors import FedobpError
@@ -60,6 +60,12 @@ def test_the_small_networks_have_the_sizes_worked_out_by_hand():
     assert Model("mlp", (2, 3, 5), 2).layout.sizes == (30 * 128, 128, 256, 2)
 
 
+def perceptron(z: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+    """Apply fc1, ReLU and the classifier."""
+    z = (z @ tensors["fc1.weight"].T + tensors["fc1.bias"]).relu()
+    return z @ tensors["classifier.weight"].T + tensors["classifier.bias"]
+
+
 def test_the_papers_cnn_computes_what_the_paper_says():
     model = Model("cnn", (3, 32, 32), 10)
     theta = model.initial(3)
@@ -68,16 +74,30 @@ def test_the_papers_cnn_computes_what_the_paper_says():
     z = functional.max_pool2d(functional.conv2d(x, tensors["conv1.weight"], tensors["conv1.bias"]).relu(), 2)
     z = functional.max_pool2d(functional.conv2d(z, tensors["conv2.weight"], tensors["conv2.bias"]).relu(), 2)
     assert z.shape == (2, 64, 5, 5)
-    z = (z.flatten(1) @ tensors["fc1.weight"].T + tensors["fc1.bias"]).relu()
-    expected = z @ tensors["classifier.weight"].T + tensors["classifier.bias"]
     with torch.no_grad():
-        assert torch.allclose(model.module(theta)(x), expected, atol=1e-5)
+        assert torch.allclose(model.module(theta)(x), perceptron(z.flatten(1), tensors), atol=1e-5)
+
+
+def test_the_small_networks_compute_what_their_docstrings_say():
+    x = torch.randn(3, 2, 9, 14, generator=torch.Generator().manual_seed(0))
+    model = Model("cnn-small", (2, 9, 14), 4)
+    tensors = model.layout.views(model.initial(1))
+    z = functional.conv2d(x, tensors["conv1.weight"], tensors["conv1.bias"], padding=1)
+    z = functional.conv2d(functional.max_pool2d(z.relu(), 2), tensors["conv2.weight"], tensors["conv2.bias"], padding=1)
+    z = functional.max_pool2d(z.relu(), 2).flatten(1)
+    with torch.no_grad():
+        assert torch.allclose(model.module(model.initial(1))(x), perceptron(z, tensors), atol=1e-5)
+        model = Model("mlp", (2, 9, 14), 4)
+        tensors = model.layout.views(model.initial(2))
+        assert torch.allclose(model.module(model.initial(2))(x), perceptron(x.flatten(1), tensors), atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
         ("cnn", (1, 30, 30)),
+        ("cnn", (3, 20, 40)),
+        ("cnn-small", (3, 20, 40)),
         ("cnn", (3, 29, 31)),
         ("cnn", (1, 16, 16)),
         ("cnn", (2, 19, 17)),
@@ -132,6 +152,11 @@ def test_load_and_read_are_inverse():
     assert model.read(module).equal(model.initial(9))
     assert not model.read(module).requires_grad
     assert module.state_dict().keys() == dict.fromkeys(model.layout.names).keys()
+
+
+def test_a_model_remembers_what_it_was_made_for():
+    model = Model("mlp", [4], 2)
+    assert (model.name, model.shape, model.classes) == ("mlp", (4,), 2)
 
 
 def test_modules_are_fresh():

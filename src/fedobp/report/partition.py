@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from fedobp.data import Dataset, Shard
@@ -14,7 +14,6 @@ from fedobp.errors import FedobpError
 from fedobp.runs import write
 
 _SHADES = " ·░▒▓█"
-_COLOURS = (None, "grey19", "navy_blue", "dodger_blue3", "turquoise2", "bright_white")
 
 
 def label_counts(dataset: Dataset, shards: Sequence[Shard]) -> NDArray[np.int64]:
@@ -30,14 +29,13 @@ def _levels(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.where(counts > 0, np.clip(np.ceil(shares * 5), 1, 5), 0).astype(np.int64)
 
 
-def heat_map(dataset: Dataset, shards: Sequence[Shard], console: Console) -> RenderableType:
+def heat_map(dataset: Dataset, shards: Sequence[Shard], columns: int) -> RenderableType:
     """Return clients by labels as shaded cells, wrapped where there are more labels than columns."""
     counts = label_counts(dataset, shards)
     levels = _levels(counts)
     sizes = [len(s.train) + len(s.val) + len(s.test) for s in shards]
-    coloured = console.color_system is not None
-    width = 2 if 22 + 2 * dataset.classes <= console.width else 1
-    per_block = max(1, (console.width - 22) // width)
+    width = 2 if 22 + 2 * dataset.classes <= columns else 1
+    per_block = max(1, (columns - 22) // width)
     lines = [
         Text(f"{dataset.name}: {sum(sizes):,} samples on {len(shards)} clients, {min(sizes):,} to {max(sizes):,} each")
     ]
@@ -48,17 +46,13 @@ def heat_map(dataset: Dataset, shards: Sequence[Shard], console: Console) -> Ren
         for client, shard in enumerate(shards):
             line = Text(f"{client:>6} {len(shard.train):>7,} {len(shard.test):>5,}  ")
             for label in labels:
-                level = int(levels[client, label])
-                if coloured:
-                    line.append(" " * width, style=f"on {_COLOURS[level]}" if _COLOURS[level] else "")
-                else:
-                    line.append(_SHADES[level] * width)
+                line.append(_SHADES[levels[client, label]] * width, style="cyan")
             lines.append(line)
     largest = int(counts.max())
     legend = Text("samples of a label on a client: ")
     for level in range(1, 6):
         bound = int(np.floor((level / 5) ** 2 * largest))
-        legend.append(" " * 2 if coloured else _SHADES[level] * 2, style=f"on {_COLOURS[level]}" if coloured else "")
+        legend.append(_SHADES[level] * 2, style="cyan")
         legend.append(f" to {bound:,}  ")
     return Group(*lines, legend)
 
@@ -74,6 +68,7 @@ def plot(dataset: Dataset, shards: Sequence[Shard], path: Path, title: str) -> N
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     kinds = ("png", "pdf", "svg")
     kind = path.suffix.lower().removeprefix(".")
@@ -83,21 +78,22 @@ def plot(dataset: Dataset, shards: Sequence[Shard], path: Path, title: str) -> N
         raise FedobpError(f"--plot {path}: there is no folder {path.parent}; make it first")
     counts = label_counts(dataset, shards)
     clients, labels = counts.shape
-    height = float(np.clip(0.16 * clients + 1.6, 4, 18))
+    height = float(np.clip(0.12 * clients + 2, 4, 18))
     width = float(np.clip(0.3 * labels + 4.5, 7, 16))
     figure, (cells, bars) = pyplot.subplots(
         1, 2, figsize=(width, height), width_ratios=(3, 1), sharey=True, layout="constrained"
     )
     image = cells.imshow(
-        np.ma.masked_equal(counts, 0), aspect="auto", cmap="viridis", norm="log", interpolation="nearest",
+        np.ma.masked_equal(counts, 0), aspect="auto", cmap="YlGnBu", norm="log", interpolation="nearest",
     )  # fmt: skip
     cells.set(xlabel="label", ylabel="client", title=title)
+    cells.yaxis.set_major_locator(MaxNLocator(integer=True))
     if labels <= 30:
         cells.set_xticks(range(labels), [str(label) for label in dataset.labels])
-    figure.colorbar(image, ax=cells, label="samples (white: none)", location="left", shrink=0.6)
+    figure.colorbar(image, ax=cells, label="samples (white: none)", location="bottom", shrink=0.6, pad=0.02)
     trained = [len(s.train) + len(s.val) for s in shards]
-    bars.barh(range(clients), trained, color="#3b528b", label="train")
-    bars.barh(range(clients), [len(s.test) for s in shards], left=trained, color="#5ec962", label="test")
+    bars.barh(range(clients), trained, color="#225ea8", label="train")
+    bars.barh(range(clients), [len(s.test) for s in shards], left=trained, color="#7fcdbb", label="test")
     bars.set(xlabel="samples")
     bars.legend(loc="best", frameon=False)
     for side in ("top", "right"):
