@@ -75,28 +75,40 @@ def header_bytes(message: bytes) -> int:
     return len(_MAGIC) + 4 + int(struct.unpack_from("<I", message, len(_MAGIC))[0])
 
 
-def decode(message: bytes) -> Record:
-    """Return the record of one client's message; what was not sent is NaN."""
+def decode(message: bytes, shapes: Mapping[str, tuple[int, ...]]) -> Record:
+    """Return the record of one client's message; what was not sent is NaN.
+
+    The message must hold exactly the values that the receiver expects, in the shapes that it expects, so a sender
+    can neither slip in another model nor make the receiver reserve more memory than that.
+    """
     start = header_bytes(message)
+    record: Record = {}
     try:
         fields = json.loads(message[len(_MAGIC) + 4 : start])
-        record: Record = {}
+        sent = [(entry["name"], tuple(entry["shape"])) for entry in fields]
+        if sorted(sent) != sorted(shapes.items()):
+            raise FedobpError(
+                f"a message holds {sent}, where {list(shapes.items())} is expected: both sides must use one model"
+            )
         for entry in fields:
-            name, dtype, shape = entry["name"], _DTYPES[entry["dtype"]], tuple(int(side) for side in entry["shape"])
+            dtype, shape = _DTYPES[entry["dtype"]], shapes[entry["name"]]
             if "mask" not in entry:
                 values, start = _take(message, start, dtype, math.prod(shape))
-                record[name] = values.reshape(shape)
-                continue
-            keep, start = _decode_mask(message, start, entry["mask"], int(entry["listed"]), shape[0])
-            sent, start = _take(message, start, dtype, int(keep.sum()))
-            record[name] = Sparse(torch.full(shape, math.nan, dtype=dtype).masked_scatter(keep, sent), keep)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+                record[entry["name"]] = values.reshape(shape)
+            elif dtype.is_floating_point and len(shape) == 1:
+                keep, start = _decode_mask(message, start, entry["mask"], int(entry["listed"]), shape[0])
+                values, start = _take(message, start, dtype, int(keep.sum()))
+                unsent = torch.full(shape, math.nan, dtype=dtype)
+                record[entry["name"]] = Sparse(unsent.masked_scatter(keep, values), keep)
+            else:
+                raise ValueError("a mask on what is no vector of floats")
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
         raise FedobpError(f"a message of {len(message):,} bytes is damaged ({error}): send it again") from error
     if start != len(message):
         raise FedobpError(f"a message is {len(message) - start:,} bytes longer than its header says: send it again")
     for name, value in record.items():
-        sent = value.values[value.keep] if isinstance(value, Sparse) else value
-        if not torch.isfinite(sent).all():
+        found = value.values[value.keep] if isinstance(value, Sparse) else value
+        if not torch.isfinite(found).all():
             raise FedobpError(f"a message holds NaN or infinite values in '{name}': the sender's training diverged")
     return record
 

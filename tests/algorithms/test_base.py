@@ -25,22 +25,21 @@ def now(*cohort: int) -> Moment:
 
 def test_average_weighs_by_samples_without_a_further_factor():
     uploads = torch.tensor([[1.0, 2.0, -4.0], [5.0, 6.0, 0.0]])
-    assert average(torch.zeros(3), uploads, torch.tensor([1, 3])).tolist() == [4, 5, -1]
-    assert average(torch.full((3,), 8.0), uploads, torch.tensor([1, 3])).tolist() == [4, 5, -1]
+    assert average(uploads, torch.tensor([1, 3])).tolist() == [4, 5, -1]
 
 
 @checked
 @given(n=st.lists(st.integers(1, 5000), min_size=1, max_size=12), seed=st.integers(0, 1000))
-def test_models_that_nobody_changed_average_to_themselves_bit_for_bit(n, seed):
-    before = torch.randn(300, generator=torch.Generator().manual_seed(seed))
-    assert average(before, before.repeat(len(n), 1), torch.tensor(n)).equal(before)
+def test_equal_models_average_to_that_model_bit_for_bit(n, seed):
+    model = torch.randn(300, generator=torch.Generator().manual_seed(seed))
+    assert average(model.repeat(len(n), 1), torch.tensor(n)).equal(model)
 
 
 def test_an_entry_that_nobody_changed_keeps_its_bits_while_others_move():
     before = torch.randn(100, generator=torch.Generator().manual_seed(1))
     uploads = before.repeat(10, 1)
     uploads[:, ::2] += torch.arange(10.0)[:, None]
-    mean = average(before, uploads, torch.arange(1, 11))
+    mean = average(uploads, torch.arange(1, 11))
     assert mean[1::2].equal(before[1::2])
     assert torch.allclose(mean[::2], before[::2] + 6)  # sum of (k + 1) k over 55 is 330 / 55
 
@@ -50,16 +49,15 @@ def test_an_entry_that_nobody_changed_keeps_its_bits_while_others_move():
 def test_average_is_the_weighted_mean_in_any_order_of_clients(n, seed):
     draw = torch.Generator().manual_seed(seed)
     uploads = torch.randn(len(n), 20, generator=draw, dtype=torch.float64)
-    before = torch.randn(20, generator=draw, dtype=torch.float64)
-    mean = average(before, uploads, torch.tensor(n))
+    mean = average(uploads, torch.tensor(n))
     expected = sum(weight * upload for weight, upload in zip(n, uploads, strict=True)) / sum(n)
     assert torch.allclose(mean, expected, rtol=1e-12, atol=1e-12)
-    assert torch.allclose(average(before, uploads.flip(0), torch.tensor(n[::-1])), mean, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(average(uploads.flip(0), torch.tensor(n[::-1])), mean, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_average_keeps_the_dtype(dtype):
-    assert average(torch.zeros(2, dtype=dtype), torch.ones(3, 2, dtype=dtype), torch.tensor([1, 2, 3])).dtype == dtype
+    assert average(torch.ones(3, 2, dtype=dtype), torch.tensor([1, 2, 3])).dtype == dtype
 
 
 # Records
@@ -232,7 +230,6 @@ def test_what_is_not_a_number_is_refused(value):
         configure("fedobp", q=value)
 
 
-@pytest.mark.xfail(reason="TypeError; a list can come from a config.toml", strict=True)
 @pytest.mark.parametrize("value", [[0.5], None, {"a": 1}])
 def test_what_no_option_can_be_is_refused(value):
     with pytest.raises(FedobpError, match="option 'q' of fedobp must be a number"):

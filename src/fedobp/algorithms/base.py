@@ -171,7 +171,7 @@ def _checked(method: str, spec: Field[Any], value: Option) -> Option:
         number = kind(value)
         if isinstance(value, bool) or number != float(value):
             raise ValueError
-    except (ValueError, OverflowError):
+    except (ValueError, TypeError, OverflowError):
         noun = "whole number" if kind is int else "number"
         raise FedobpError(f"{where} must be a {noun}, not '{value}'") from None
     low, high = meta["low"], meta["high"]
@@ -193,11 +193,11 @@ def to_all(vector: Tensor, now: Moment) -> Tensor:
     return vector.expand(len(now.cohort), -1)
 
 
-def average(before: Tensor, uploads: Tensor, n: Tensor) -> Tensor:
+def average(uploads: Tensor, n: Tensor) -> Tensor:
     """Eq. 2 and 11: the mean of [clients, N] weighted by samples, without eq. 11's extra 1/|C| (a misprint).
 
-    Taken as before + mean(uploads - before): in floating point the plain mean of equal models is not that model, and
-    scores of entries that nobody changed would become rounding noise instead of 0.
+    Taken as one upload plus the mean difference from it: in floating point the plain mean of equal values is not that
+    value, and the scores of entries that nobody changed would become rounding noise instead of 0.
     """
     weights = n.to(uploads.dtype) / n.sum()
-    return before + weights @ (uploads - before)
+    return uploads[0] + weights @ (uploads - uploads[0])

@@ -63,7 +63,7 @@ class FedAvg(Method):
         self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
     ) -> tuple[Tensors, Tensors]:
         """Eq. 2: average."""
-        return {"theta": average(server["theta"], dense(up, "theta"), n)}, rows
+        return {"theta": average(dense(up, "theta"), n)}, rows
 
     def serve(self, model: Model, now: Moment) -> Program:
         """Use the global model as it is."""

@@ -115,7 +115,7 @@ class FedOBP(Method):
         """Eq. 11: average the full models, personal entries included; remember each upload."""
         uploads = dense(up, "theta")
         rows = {**rows, "theta": uploads, "seen": torch.ones_like(rows["seen"])}
-        return {"theta": average(server["theta"], uploads, n)}, rows
+        return {"theta": average(uploads, n)}, rows
 
     def serve(self, model: Model, now: Moment) -> Program:
         """Eq. 9: use the merged model."""

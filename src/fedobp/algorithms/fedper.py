@@ -61,8 +61,8 @@ class FedPer(Method):
         self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
     ) -> tuple[Tensors, Tensors]:
         """Average the bases."""
-        base, head = model.layout.split(server["theta"])
-        return {"theta": model.layout.join(average(base, dense(up, "base"), n), head)}, rows
+        _, head = model.layout.split(server["theta"])
+        return {"theta": model.layout.join(average(dense(up, "base"), n), head)}, rows
 
     def serve(self, model: Model, now: Moment) -> Program:
         """Use the current base with one's own head."""

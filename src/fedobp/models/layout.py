@@ -50,7 +50,7 @@ class Layout:
     def views(self, theta: Tensor) -> dict[str, Tensor]:
         """Return the tensors as views of a vector; leading axes stay in front."""
         return {
-            name: theta[..., where].reshape(*theta.shape[:-1], *shape)
+            name: theta[..., where].reshape((*theta.shape[:-1], *shape))
             for (name, where), shape in zip(self.slices.items(), self.shapes, strict=True)
         }
 

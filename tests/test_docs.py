@@ -1,0 +1,37 @@
+"""The documentation is true: its Python runs, its links lead somewhere, its flags exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fedobp.models import NETS
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/models.md"])
+def test_python_examples_run(page, capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+    assert blocks
+    known = set(NETS)
+    for block in blocks:
+        exec(compile(block, page, "exec"), {})
+    assert float(capsys.readouterr().out.split()[0]) > 50
+    for name in set(NETS) - known:
+        del NETS[name]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_every_flag_in_the_docs_exists(command):
+    texts = [command(name, "--help").out for name in ("run", "compare", "partition")]
+    known = set(re.findall(r"--[a-z][a-z-]*", " ".join(texts))) | {"--version"}
+    for page in PAGES:
+        used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", page.read_text()))
+        assert used - known - {"--strict"} == set(), page.name
