@@ -33,7 +33,7 @@ def test_run_json_has_exactly_the_documented_shape(command):
     assert said.out.count("\n") == 1
     run = said.json
     assert set(run) == {
-        "method", "dataset", "seed", "rounds", "protocol", "accuracy", "last", "finetuned", "validation", "history",
+        "method", "dataset", "seed", "rounds", "protocol", "accuracy", "last", "finetuned", "history",
         "personal", "bytes", "seconds", "out",
     }  # fmt: skip
     assert (run["method"], run["dataset"], run["seed"], run["rounds"]) == ("fedobp", "digits", 42, 2)
@@ -145,7 +145,9 @@ def test_compare_gives_an_option_to_the_methods_that_have_it(command):
     assert found["runs"][0]["accuracy"] == found["runs"][1]["accuracy"]
     said = command("compare", *TINY, "--methods", "fedavg,local", "--q", 1)
     assert said.code == 2
-    assert "option of these methods" in said.err
+    assert "none of these methods has options" in said.err
+    said = command("compare", *TINY, "--methods", "fedobp,local", "--set", "qq=1")
+    assert (said.code, "did you mean 'q'" in said.err) == (2, True)
 
 
 def test_a_compared_run_equals_the_same_run_alone(command):
@@ -265,7 +267,7 @@ def test_methods_lists_ideas_options_and_papers(command):
         (["run", "--method", "fedavg", "--q", "0.5"], "has no options"),
         (["run", "--protocol", "paper"], "at least 100 rounds"),
         (["run", "--config", "none.toml"], "cannot read"),
-        (["run", "--clients", "400"], "--partition iid"),
+        (["run", "--clients", "400"], "fewer than 10 for each of 400 clients"),
         (["run", "--lr", "1e9", "--rounds", "2"], "smaller --lr"),
         (["run", "--model", "cnn"], "at least 16x16"),
         (["compare", "--methods", "fedobp,fedvag"], "did you mean 'fedavg'"),
@@ -296,7 +298,7 @@ def test_an_unwritable_folder_is_refused(command):
     Path("file").write_text("")
     said = command("run", *TINY, "--out", "file/run")
     assert said.code == 2
-    assert "cannot make the folder" in said.err
+    assert "cannot write" in said.err
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["run", "--help"], ["data"], ["data", "import", "--help"]])
@@ -341,6 +343,26 @@ def test_help_loads_neither_torch_nor_the_reports():
         "import sys; from fedobp import cli; assert not {'torch', 'numpy', 'matplotlib', 'sklearn'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_ascii_terminal_gets_what_it_can_show(tmp_path):
+    process = fedobp_process("partition", "--clients", 5, cwd=tmp_path, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert "5 clients" in out
+
+
+def test_a_ci_service_is_no_terminal(tmp_path):
+    process = fedobp_process("--help", env={**os.environ, "GITHUB_ACTIONS": "true", "FORCE_COLOR": "1"})
+    out, _ = process.communicate(timeout=120)
+    assert "\x1b" not in out
+
+
+def test_a_picture_in_place_of_a_folder_is_refused(command):
+    Path("map.png").mkdir()
+    said = command("partition", "--plot", "map.png")
+    assert (said.code, said.out) == (2, "")
+    assert "cannot write map.png" in said.err
 
 
 def test_interrupting_a_run_exits_130_without_a_traceback_and_keeps_the_metrics(tmp_path):

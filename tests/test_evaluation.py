@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,9 +72,12 @@ def test_clients_without_test_samples_do_not_count_in_the_decile():
     assert (found.worst_decile, found.client_mean) == (50, 75)
 
 
-def test_a_federation_without_test_samples_is_refused():
+def test_a_federation_without_test_samples_is_refused_before_it_trains(tmp_path):
+    np.savez(tmp_path / "few.npz", x=np.zeros((12, 3), np.uint8), y=np.arange(12) % 2)
+    config = Config(dataset="few", data_dir=str(tmp_path), clients=6, partition="iid")
     with pytest.raises(FedobpError, match="no client has a sample to evaluate on: use fewer --clients or more data"):
-        accuracy([labels(), labels()], [labels(), labels()], COUNTS[:2])
+        Federation(config).run(out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 # Protocol.

@@ -160,9 +160,15 @@ def test_fine_tuning_is_reported_beside_and_not_stored(tiny):
     assert served.accuracy == tuned.finetuned
 
 
+def test_fine_tuning_under_a_cosine_takes_the_full_learning_rate():
+    tuned = Federation(Config(**{**TINY, "lr_schedule": "cosine", "rounds": 20, "finetune_epochs": 5})).run("fedavg")
+    assert tuned.finetuned.pooled > tuned.accuracy.pooled + 10
+
+
 def test_validation_comes_from_training_data_only(tiny):
     result = Federation(Config(**TINY, val_ratio=0.2)).run("fedavg")
     assert result.validation is not None
+    assert set(result.to_json()["validation"]) == set(result.to_json()["accuracy"])
     assert tiny.run("fedavg").validation is None
     assert result.accuracy.majority_class == pytest.approx(tiny.run("fedavg").accuracy.majority_class, abs=5)
 
@@ -218,12 +224,12 @@ def test_a_diverging_run_names_round_and_client_and_keeps_its_metrics(tmp_path):
 
 # pooled and client-mean accuracy, and the 2-norm of the global model, after 6 rounds in float64
 GOLDEN = {
-    "fedobp": (37.52808988764045, 37.662292378081844, 9.249404574010333),
-    "fedavg": (19.101123595505616, 15.963450679240152, 9.258028429417491),
-    "fedavg-ft": (88.98876404494382, 81.2066553645501, 9.258028429417491),
-    "fedavg-last": (53.48314606741573, 54.78409376304113, 9.258028429417491),
-    "local": (51.23595505617977, 52.11893085577296, 8.932656415834273),
-    "fedper": (53.033707865168545, 58.04597820387294, 9.187745685809283),
+    "fedobp": (33.70786516853933, 50.44049151417573, 9.062058750164823),
+    "fedavg": (9.438202247191011, 17.672643146327356, 9.060437821881582),
+    "fedavg-ft": (85.84269662921349, 78.68384834700623, 9.060437821881582),
+    "fedavg-last": (59.325842696629216, 66.90740203371782, 9.060437821881582),
+    "local": (61.573033707865164, 62.53234276392171, 8.932656415834273),
+    "fedper": (46.96629213483146, 60.27331682068524, 9.07117104941531),
 }
 
 

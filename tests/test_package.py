@@ -25,6 +25,20 @@ import fedobp.importance, fedobp.models, fedobp.data, fedobp.engine, fedobp.algo
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_the_callers_generators_are_left_alone_from_the_first_import_on():
+    code = """
+import random
+before = random.getstate()
+import numpy, torch
+seen = numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+import fedobp
+fedobp.Federation(fedobp.Config(clients=5, rounds=1, epochs=1, model="mlp")).run()
+assert random.getstate() == before
+assert (numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == seen
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_nothing_is_pickled():
     for path in (ROOT / "src").rglob("*.py"):
         text = path.read_text()

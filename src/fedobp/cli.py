@@ -1,6 +1,7 @@
 """The command line: parse, call, print. Heavy imports happen inside the command that needs them."""
 
 import inspect
+import io
 import json
 import os
 import re
@@ -36,14 +37,24 @@ Set = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", he
 Q = Annotated[float | None, typer.Option("--q", help="Short for --set q=...: the quantile of FedOBP.")]
 Out = Annotated[Path | None, typer.Option(help="Folder to write to (default: a new one under runs/).")]
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE.toml", help="Settings to start from, such as a run's own.")
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE.toml",
+        help="Settings to start from, such as a run's own; what it holds stays unless a flag says otherwise.",
+    ),
 ]
 
-_PARTITION_SETTINGS = ("dataset", "data_dir", "clients", "partition", "alpha", "partition_seed", "seed", "val_ratio")
+_PARTITION_SETTINGS = ("dataset", "data_dir", "clients", "partition", "alpha", "partition_seed", "seed")
 
 
 def main() -> NoReturn:
     """Run the command line; exit with 0 (worked), 2 (the user can put it right) or 130 (interrupted)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show ± still gets the rest
+    if not sys.stdout.isatty():
+        os.environ.setdefault("_TYPER_FORCE_DISABLE_TERMINAL", "1")  # typer takes a CI service for a terminal
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()
@@ -148,7 +159,7 @@ def run(
     fedobp run
     fedobp run --method fedper --rounds 20 --clients 10 --alpha 0.5
     fedobp run --dataset cifar10 --q 0.9999 --set score=product --protocol paper
-    fedobp run --config runs/NAME/config.toml --seed 7
+    fedobp run --config runs/NAME/config.toml
     """
     from fedobp.federation import Federation
     from fedobp.report.tables import run_table
@@ -193,8 +204,9 @@ def compare(
     """
     from fedobp.algorithms import method_class
     from fedobp.federation import Federation
+    from fedobp.files import write
     from fedobp.report.tables import compare_table, summarise
-    from fedobp.runs import claim, fresh, write
+    from fedobp.runs import claim, fresh
 
     names = list(dict.fromkeys(name.strip() for name in methods.split(",")))
     options = _options(set_, q)
@@ -202,6 +214,8 @@ def compare(
     for option in options:
         if not any(option in own for own in fields.values()):
             known = sorted({one for own in fields.values() for one in own})
+            if not known:
+                raise FedobpError(f"none of these methods has options, so '{option}' cannot be set")
             raise unknown("option of these methods", option, known)
     own = {name: {option: value for option, value in options.items() if option in fields[name]} for name in names}
     first = Config(**{**given, "method": names[0], "options": own[names[0]]})
@@ -325,7 +339,8 @@ def data_import(name: str, file: Path, *, data_dir: DataDir = None, as_json: Jso
 
     folder = room.data_dir(data_dir)
     row = asdict(room.store(name, file, folder).info)
-    _show(row if as_json else datasets_table([row]), f"Stored in {folder}. Next: fedobp run --dataset {name}")
+    place = f" --data-dir {data_dir}" if data_dir else ""
+    _show(row if as_json else datasets_table([row]), f"Stored in {folder}. Next: fedobp run --dataset {name}{place}")
 
 
 @data.command("show")
@@ -352,8 +367,9 @@ def _options(pairs: list[str] | None, q: float | None) -> dict[str, Any]:
 def _console() -> "Console":
     from rich.console import Console
 
-    console = Console()
-    return console if console.is_terminal else Console(width=120)
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        return Console()
+    return Console(color_system=None, width=None if sys.stdout.isatty() else 120)
 
 
 def _show(content: "Mapping[str, Any] | RenderableType", footer: str = "") -> None:

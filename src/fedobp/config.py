@@ -27,11 +27,12 @@ SaveModels = Literal["none", "global", "all"]
 def _panel(panel: str) -> Callable[..., Any]:
     """Return what declares the settings of one panel of the help text.
 
-    A default of None is decided by the dataset or by another setting, as the setting's help says.
+    A default of None is decided by the dataset or by another setting, as the setting's help says. Bounds are `low` and
+    `high`, which are allowed, and `above` and `below`, which are not.
     """
 
-    def setting(default: Any, help: str, *, low: float | None = None, high: float | None = None) -> Any:
-        return field(default=default, metadata={"help": help, "low": low, "high": high, "panel": panel})
+    def setting(default: Any, help: str, **bounds: float) -> Any:
+        return field(default=default, metadata={"help": help, "panel": panel, "bounds": bounds})
 
     return setting
 
@@ -50,16 +51,16 @@ class Config:
     data_dir: str | None = _federation(None, "Folder that holds datasets (default: $FEDOBP_DATA, or the cache folder)")
     clients: int = _federation(None, "Number of clients (default: 100; digits: 20)", low=1)
     partition: str = _federation("dirichlet", "How data falls on clients: dirichlet or iid")
-    alpha: float = _federation(0.1, "The Dirichlet's concentration: the smaller, the more the clients differ", low=0)
+    alpha: float = _federation(0.1, "The Dirichlet's concentration: the smaller, the more the clients differ", above=0)
     partition_seed: int = _federation(None, "Seed of the partition (default: the seed)", low=0, high=2**32 - 1)
     val_ratio: float = _federation(0.0, "Share of each client's training part for validation", low=0, high=0.9)
     model: str = _federation(None, "Model (default: cnn; digits: cnn-small; tables: mlp)")
     rounds: int = _training(None, "Number of rounds (default: 400; digits: 60)", low=1)
-    participation: float = _training(None, "Share of clients in a round (default: 0.1; digits: 0.2)", low=0, high=1)
+    participation: float = _training(None, "Share of clients in a round (default: 0.1; digits: 0.2)", above=0, high=1)
     epochs: int = _training(5, "Local epochs of a visit", low=1)
     batch_size: int = _training(32, "Samples in a batch; batches of one sample are skipped", low=2)
-    lr: float = _training(0.01, "Learning rate of local SGD", low=0)
-    momentum: float = _training(0.0, "Momentum of local SGD; it starts anew at each visit", low=0, high=1)
+    lr: float = _training(0.01, "Learning rate of local SGD", above=0)
+    momentum: float = _training(0.0, "Momentum of local SGD; it starts anew at each visit", low=0, below=1)
     weight_decay: float = _training(0.0, "Weight decay of local SGD", low=0)
     lr_schedule: LrSchedule = _training("constant", "Learning rate over the rounds")
     seed: int = _training(42, "Seed of initialisation, sampling and batches", low=0, high=2**32 - 1)
@@ -76,58 +77,60 @@ class Config:
         """Check what was given and decide the rest."""
         for spec in settings():
             value = getattr(self, spec.name)
-            if value is not None:
+            if value is not None or spec.default is not None:
                 self._set(spec.name, _checked(spec, value))
-        self._decide()
+        self._fill_in()
+        self._settle_machine()
+        self._settle_method()
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
-    def _decide(self) -> None:
-        import torch
-
-        from fedobp.algorithms import method_class
-        from fedobp.data import KNOWN, PARTITIONS, data_dir, describe
+    def _fill_in(self) -> None:
+        """Decide what depends on the dataset, and check names that only their rooms know."""
+        from fedobp.data import PARTITIONS, data_dir, describe
         from fedobp.evaluation import protocol
         from fedobp.models import NETS
 
-        info = describe(self.dataset, data_dir(self.data_dir))
-        small = self.dataset == "digits"
-        image_model = "cnn-small" if small else "cnn"
-        decided: dict[str, object] = {
-            "clients": 20 if small else 100,
-            "participation": 0.2 if small else 0.1,
-            "rounds": 60 if small else 400,
-            "model": image_model if len(info.shape) > 1 else "mlp",
-            "partition_seed": self.seed,
-            "eval_every": max(1, (self.rounds or (60 if small else 400)) // 20),
-        }
-        for name, value in decided.items():
+        if self.data_dir is not None:
+            self._set("data_dir", str(Path(self.data_dir).expanduser().absolute()))
+        table = len(describe(self.dataset, data_dir(self.data_dir)).shape) == 1
+        defaults: dict[str, object]
+        if self.dataset == "digits":
+            defaults = {"clients": 20, "participation": 0.2, "rounds": 60, "model": "cnn-small"}
+        else:
+            defaults = {"clients": 100, "participation": 0.1, "rounds": 400, "model": "mlp" if table else "cnn"}
+        rounds: Any = self.rounds or defaults["rounds"]
+        for name, value in {**defaults, "partition_seed": self.seed, "eval_every": max(1, rounds // 20)}.items():
             if getattr(self, name) is None:
                 self._set(name, value)
         for kind, name, known in (("partition", self.partition, PARTITIONS), ("model", self.model, NETS)):
             if name not in known:
                 raise unknown(kind, name, known)
-        if self.participation == 0 or self.lr == 0 or self.alpha == 0:
-            zero = next(name for name in ("participation", "lr", "alpha") if getattr(self, name) == 0)
-            raise FedobpError(f"--{zero} must be above 0")
-        if self.momentum == 1:
-            raise FedobpError("--momentum must be below 1")
+        protocol(self.protocol, self.rounds)
+
+    def _settle_machine(self) -> None:
+        import torch
+
         if self.device == "cuda" and not torch.cuda.is_available():
             raise FedobpError("--device cuda needs a CUDA card that torch can use, and there is none: use --device cpu")
         if self.device == "auto":
             self._set("device", "cuda" if torch.cuda.is_available() else "cpu")
         self._set("engine", "serial")
-        protocol(self.protocol, self.rounds)
-        cls = method_class(self.method)
+
+    def _settle_method(self) -> None:
+        """Resolve the method's options; the paper tuned q for its CNN under its partition, and only there."""
+        from fedobp.algorithms import method_class
+        from fedobp.data import KNOWN
+
+        method = method_class(self.method)
+        names = [spec.name for spec in method.options()]
         options = dict(self.options)
-        published = KNOWN[self.dataset].q if self.dataset in KNOWN else {}
-        # The paper tuned q for its CNN under its partition; elsewhere the method's own default holds.
-        tuned = self.model == "cnn" and self.partition == "dirichlet" and self.alpha in published
-        if tuned and any(spec.name == "q" for spec in cls.options()):
-            options.setdefault("q", published[self.alpha])
-        method = cls.configure(options)
-        self._set("options", {spec.name: getattr(method, spec.name) for spec in cls.options()})
+        if "q" in names and self.model == "cnn" and self.partition == "dirichlet" and self.dataset in KNOWN:
+            published = KNOWN[self.dataset].q.get(self.alpha)
+            options = options if published is None else {"q": published, **options}
+        configured = method.configure(options)
+        self._set("options", {name: getattr(configured, name) for name in names})
 
     @property
     def cohort_size(self) -> int:
@@ -162,9 +165,11 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return what a TOML file sets, its names checked; values are checked when the `Config` is made."""
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise FedobpError(f"cannot read the configuration {path} ({error}): give a run's config.toml") from error
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise FedobpError(
+            f"cannot read the configuration {path} ({error.strerror}): give a run's config.toml"
+        ) from error
+    except ValueError as error:  # TOMLDecodeError, and a number of thousands of digits
         raise FedobpError(f"{path} is not valid TOML ({error}): compare it with a run's config.toml") from error
     known = [spec.name for spec in fields(Config)]
     for name in given:
@@ -184,16 +189,27 @@ def _checked(spec: Field[Any], value: Any) -> Any:
         return value
     if spec.type in (int, float):
         right = isinstance(value, int if spec.type is int else (int, float)) and not isinstance(value, bool)
-        if not right or not math.isfinite(value):
+        if not right or (isinstance(value, float) and not math.isfinite(value)):
             noun = "whole number" if spec.type is int else "number"
             raise FedobpError(f"{flag(spec.name)} must be a {noun}, not {value!r}")
-        low, high = spec.metadata["low"], spec.metadata["high"]
-        if (low is not None and value < low) or (high is not None and value > high):
-            span = f"between {low} and {high}" if high is not None else f"at least {low}"
-            raise FedobpError(f"{flag(spec.name)} must be {span}, not {value}")
+        bounds = dict(spec.metadata["bounds"])
+        if spec.type is int:
+            bounds.setdefault("high", 2**31 - 1)
+        broken = {
+            "low": lambda bound: value < bound,
+            "above": lambda bound: value <= bound,
+            "high": lambda bound: value > bound,
+            "below": lambda bound: value >= bound,
+        }
+        words = {"low": "at least", "above": "above", "high": "at most", "below": "below"}
+        for name, bound in bounds.items():
+            if broken[name](bound):
+                raise FedobpError(f"{flag(spec.name)} must be {words[name]} {bound}")
         return spec.type(value)
     if not isinstance(value, str):
         raise FedobpError(f"{flag(spec.name)} must be a text, not {value!r}")
+    if not value.isprintable():
+        raise FedobpError(f"{flag(spec.name)} must be readable text, not {value!r}")
     return value
 
 

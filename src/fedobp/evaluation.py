@@ -32,8 +32,6 @@ def accuracy(predicted: Sequence[Tensor], targets: Sequence[Tensor], counts: Seq
     # On the CPU, where the order of additions is the same whichever device made the predictions.
     predicted, targets, counts = ([one.cpu() for one in many] for many in (predicted, targets, counts))
     tested = [i for i, target in enumerate(targets) if len(target)]
-    if not tested:
-        raise FedobpError("no client has a sample to evaluate on: use fewer --clients or more data")
     right = [(predicted[i] == targets[i]).double() for i in tested]
     # Ties for the most frequent label go to the lowest one (argmax's own choice is not defined).
     majority = [int((counts[i] == counts[i].max()).nonzero()[0]) for i in tested]
@@ -143,6 +141,8 @@ class Evaluator:
             split: [data.targets(client, split) for client in everyone] for split in ("val", "test")
         }
         self._validates = any(map(len, self._targets["val"]))
+        if not any(map(len, self._targets["test"])):
+            raise FedobpError("no client has a sample to evaluate on: use fewer --clients or more data")
 
     def __call__(
         self,

@@ -15,7 +15,7 @@ from fedobp.config import Config
 from fedobp.data import Dataset, FederatedData, Shard, data_dir, load, partition
 from fedobp.engine import Engine, Serial, Store
 from fedobp.evaluation import Accuracy, Evaluator, Personal, Protocol, Report, protocol
-from fedobp.keys import Purpose, fold, permutation
+from fedobp.keys import NOBODY, Purpose, fold, permutation
 from fedobp.models import Model
 from fedobp.runs import Models, RunFolder
 from fedobp.wire import payload_bytes
@@ -68,8 +68,10 @@ class Result:
         head = {"method": config.method, "dataset": config.dataset, "seed": config.seed, "rounds": config.rounds}
         columns = {
             name: asdict(column) if (column := getattr(self, name)) else None
-            for name in ("accuracy", "last", "finetuned", "validation")
+            for name in ("accuracy", "last", "finetuned")
         }
+        if self.validation:
+            columns["validation"] = asdict(self.validation)
         return {
             **head,
             "protocol": self.protocol.to_json(),
@@ -92,7 +94,7 @@ def cohorts(config: Config) -> Iterator[Tensor]:
             yield torch.tensor(stream.sample(list(range(config.clients)), size))
     else:
         for round in range(1, config.rounds + 1):
-            yield permutation(fold(config.seed, round, Purpose.COHORT), config.clients)[:size]
+            yield permutation(fold(config.seed, round, NOBODY, Purpose.COHORT), config.clients)[:size]
 
 
 def deal(config: Config) -> tuple[Dataset, list[Shard]]:
@@ -148,7 +150,6 @@ class _Run:
         self.engine: Engine = Serial(self.model, data, state.own, theta, config.seed, config.batch_size)
         self.evaluate = Evaluator(self.method, self.model, data, self.engine, config.finetune_epochs)
         self.protocol = protocol(config.protocol, config.rounds)
-        self.due = {*self.protocol.rounds, *range(config.eval_every, config.rounds, config.eval_every), config.rounds}
         self.models = Models(self.model.layout, theta)
         self.folder = RunFolder(out, config.to_toml()) if out else None
         self.about = {"method": config.method, "model": config.model, **data.about()}
@@ -163,11 +164,14 @@ class _Run:
             costs.append(self._round(self._moment(round, cohort)))
             trained = time.perf_counter() - clock
             line = {"round": round, "cohort": cohort.tolist(), **costs[-1]}
-            if round in self.due:
-                reports.append(self._evaluate(round))
-                line |= reports[-1].to_json()
+            try:
+                if self._due(round):
+                    reports.append(self._evaluate(round))
+                    line |= reports[-1].to_json()
+            finally:  # what a round cost is kept even if fine-tuning diverges
+                if self.folder:
+                    self.folder.log("metrics", line)
             if self.folder:
-                self.folder.log("metrics", line)
                 self.folder.log("timings", {"round": round, "train": trained, "all": time.perf_counter() - clock})
             pooled = reports[-1].served.pooled if reports else None
             progress(Progress(self.config.method, round, self.config.rounds, pooled))
@@ -177,22 +181,29 @@ class _Run:
         """Walk through one round (the paper's Algorithm 1, and every other method's) and return what it cost."""
         method, model, cohort = self.method, self.model, now.cohort.tolist()
         down, rows = method.send(model, now, self.server, self.rows.gather(cohort))
-        answer = self.engine.train(now, method.local(model, now), down, self._numbers(now.round))
+        answer = self.engine.train(now, method.local(model, now), down, self._numbers(self.config.lr_at(now.round)))
         self.server, rows = method.receive(model, now, self.server, rows, answer.up, answer.n)
         self.rows.scatter(cohort, rows)
         losses = [loss for loss in answer.loss if loss is not None]
         mean_loss = sum(losses) / len(losses) if losses else None
         return {"loss": mean_loss, "bytes_down": payload_bytes(down), "bytes_up": payload_bytes(answer.up)}
 
+    def _due(self, round: int) -> bool:
+        """Say whether a round is evaluated."""
+        return round % self.config.eval_every == 0 or round == self.config.rounds or round in self.protocol.rounds
+
     def _evaluate(self, round: int) -> Report:
-        """Test everyone; the last round's served models are kept as the run's."""
+        """Test everyone; the last round's served models are kept as the run's.
+
+        Fine-tuning takes the full learning rate: a schedule's last rounds would leave it nothing to do.
+        """
         if round == self.config.rounds:
             self.models = Models(self.model.layout, self.server["theta"])
         return self.evaluate(
             lambda clients: self._moment(round, clients),
             self.server,
             self.rows,
-            self._numbers(round),
+            self._numbers(self.config.lr),
             everything=round in self.protocol.rounds,
             keep=self.models.add if round == self.config.rounds else None,
         )
@@ -200,10 +211,10 @@ class _Run:
     def _moment(self, round: int, clients: Tensor) -> Moment:
         return Moment(round, self.config.rounds, self.config.clients, self.config.epochs, clients)
 
-    def _numbers(self, round: int) -> Tensors:
+    def _numbers(self, lr: float) -> Tensors:
         """Return what clients get as `hp`, in the model's own precision."""
         config, like = self.config, self.server["theta"]
-        rates = {"lr": config.lr_at(round), "momentum": config.momentum, "weight_decay": config.weight_decay}
+        rates = {"lr": lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
         return {name: like.new_tensor(value) for name, value in {**rates, **self.method.floats()}.items()}
 
     def _finish(self, costs: list[dict[str, Any]], reports: list[Report], seconds: float) -> Result:

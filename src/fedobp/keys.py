@@ -16,6 +16,9 @@ _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
+NOBODY = -1  # the client of a draw that belongs to none
+
+
 class Purpose(IntEnum):
     """What a key is for. Numbers are part of the results: never reuse or change one."""
 

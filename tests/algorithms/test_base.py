@@ -264,7 +264,9 @@ def test_a_number_below_an_open_range_is_refused():
     ],
 )
 def test_a_choice_that_does_not_exist_is_refused_with_its_near_miss(name, value, near):
-    with pytest.raises(FedobpError, match=rf"unknown option '{name}' of fedobp '{value}': did you mean '{near}'\?"):
+    with pytest.raises(
+        FedobpError, match=rf"unknown value of option '{name}' of fedobp '{value}': did you mean '{near}'\?"
+    ):
         configure("fedobp", **{name: value})
 
 

@@ -334,7 +334,7 @@ def test_a_name_that_is_no_plain_file_name_is_refused(folder, source, name):
 def test_an_existing_dataset_is_not_overwritten(folder, source):
     store("mine", source(x=TABLE, y=LABELS), folder)
     before = files(folder)
-    with pytest.raises(FedobpError, match=r"'mine' exists already \(.*mine.npz\): import under another name"):
+    with pytest.raises(FedobpError, match=r"'mine' exists already: import under another name, or remove .*mine.npz"):
         store("mine", source(x=TABLE + 1, y=LABELS), folder)
     assert files(folder) == before
 

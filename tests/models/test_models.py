@@ -207,9 +207,8 @@ def test_an_image_too_small_is_refused(name, shape, smallest):
         ({"fc": nn.Linear(2, 2)}, "has no layer called `classifier`"),
         ({"classifiers": nn.Linear(2, 2)}, "has no layer called `classifier`"),
         ({"norm": nn.BatchNorm1d(2), "classifier": nn.Linear(2, 2)}, "has buffers"),
-        ({"drop": nn.Dropout(0.5), "classifier": nn.Linear(2, 2)}, "has dropout"),
-        ({"drop": nn.Dropout2d(0.5), "classifier": nn.Linear(2, 2)}, "has dropout"),
-        ({"deep": nn.Sequential(nn.AlphaDropout(0.5)), "classifier": nn.Linear(2, 2)}, "has dropout"),
+        ({"drop": nn.Dropout(0.5), "classifier": nn.Linear(2, 2)}, "draws random numbers"),
+        ({"deep": nn.Sequential(nn.AlphaDropout(0.5)), "classifier": nn.Linear(2, 2)}, "draws random numbers"),
     ],
 )
 def test_a_network_that_one_vector_cannot_hold_is_refused(layers, complaint):
@@ -220,3 +219,22 @@ def test_a_network_that_one_vector_cannot_hold_is_refused(layers, complaint):
 def test_group_norm_is_welcome():
     name = registered(norm=nn.GroupNorm(1, 2), classifier=nn.Linear(2, 2))
     assert Model(name, (2,), 2).layout.size == 2 + 2 + 4 + 2
+
+
+def test_a_network_that_draws_in_its_forward_pass_is_refused():
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.classifier = nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.classifier(nn.functional.dropout(x, 0.5, self.training))
+
+    register("hidden-dropout")(lambda shape, classes: Hidden())
+    try:
+        with pytest.raises(FedobpError, match="draws random numbers"):
+            Model("hidden-dropout", (4,), 2)
+        with pytest.raises(FedobpError, match="does not take inputs of shape"):
+            Model("hidden-dropout", (5,), 2)
+    finally:
+        del NETS["hidden-dropout"]

@@ -10,7 +10,8 @@ import torch
 
 from fedobp import Config, Federation, FedobpError
 from fedobp.config import read_config
-from fedobp.runs import RunFolder, claim, fresh, write
+from fedobp.files import write
+from fedobp.runs import RunFolder, claim, fresh
 
 TINY = {"dataset": "digits", "clients": 5, "rounds": 2, "epochs": 1, "model": "mlp"}
 
@@ -130,7 +131,7 @@ def test_write_replaces_a_whole_file_and_leaves_nothing_beside_it(tmp_path):
 
 def test_a_write_that_fails_leaves_nothing_beside_it(tmp_path):
     (tmp_path / "a.txt").mkdir()
-    with pytest.raises(OSError, match=r"a\.txt"):
+    with pytest.raises(FedobpError, match=r"cannot write .*a\.txt"):
         write(tmp_path / "a.txt", b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
@@ -176,9 +177,23 @@ def test_folders_are_made_with_their_parents(tmp_path):
 @pytest.mark.parametrize("inside", ["", "/deeper"])
 def test_a_file_in_the_way_is_refused(tmp_path, inside):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(FedobpError, match=r"cannot make the folder .*: choose another --out"):
+    with pytest.raises(FedobpError, match=r"cannot write .*: choose another place"):
         claim(Path(f"{tmp_path}/file{inside}"))
     assert files(tmp_path) == {"file": b"mine"}
+
+
+def test_a_folder_of_an_interrupted_comparison_is_refused(tmp_path):
+    (tmp_path / "fedavg-seed42").mkdir()
+    (tmp_path / "fedavg-seed42" / "config.toml").write_text("")
+    with pytest.raises(FedobpError, match="already holds a run"):
+        claim(tmp_path)
+
+
+def test_fresh_refuses_a_runs_that_leads_nowhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs").symlink_to("nowhere/at/all")
+    with pytest.raises(FedobpError, match="cannot write runs"):
+        fresh("digits")
 
 
 def test_fresh_folders_never_share_a_name(tmp_path, monkeypatch):
@@ -196,5 +211,5 @@ def test_fresh_folders_never_share_a_name(tmp_path, monkeypatch):
 def test_fresh_says_what_to_do_where_runs_is_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("runs").write_text("mine")
-    with pytest.raises(FedobpError, match=r"cannot make the folder .*: give one with --out"):
+    with pytest.raises(FedobpError, match=r"cannot write runs .*: choose another place"):
         fresh("digits")

@@ -165,7 +165,7 @@ def _checked(method: str, spec: Field[Any], value: Option) -> Option:
     where, meta, kind = f"option '{spec.name}' of {method}", spec.metadata, int if spec.type is int else float
     if meta["choices"]:
         if value not in meta["choices"]:
-            raise unknown(where, str(value), meta["choices"])
+            raise unknown(f"value of {where}", str(value), meta["choices"])
         return value
     try:
         number = kind(value)

@@ -1,6 +1,7 @@
 """Datasets: arrays of inputs and labels, kept as one npz per name, read and written without pickle."""
 
 import os
+import random
 import re
 import zipfile
 import zlib
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from fedobp.data.known import KNOWN
 from fedobp.errors import FedobpError, unknown
+from fedobp.files import replacing, unwritable
 
 EMBEDDED = "digits"
 # What zipfile, zlib and NumPy raise on a damaged file.
@@ -84,6 +86,8 @@ def describe(name: str, folder: Path) -> Info:
             version = np.lib.format.read_magic(member)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, _ = read(member)
+            if len(shape) not in (2, 3, 4):
+                raise ValueError(f"x has shape {shape}")
         with np.load(path, allow_pickle=False) as arrays:
             labels = _labels(name, np.asarray(arrays["y"]))
         info = Info(name, shape[0], tuple(shape[1:]), len(labels), available=True)
@@ -109,23 +113,17 @@ def store(name: str, source: Path, folder: Path) -> Dataset:
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
         raise FedobpError(f"'{name}' cannot name a dataset: use lower-case letters, digits, '-', '_' and '.'")
     target = folder / f"{name}.npz"
-    if name == EMBEDDED or target.exists():
-        place = "is built in" if name == EMBEDDED else f"exists already ({target})"
-        raise FedobpError(f"dataset '{name}' {place}: import under another name, or remove that file first")
+    if name == EMBEDDED:
+        raise FedobpError(f"dataset '{name}' is built in: import under another name")
+    if target.exists():
+        raise FedobpError(f"dataset '{name}' exists already: import under another name, or remove {target} first")
     dataset = parse(name, _read(source))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FedobpError(f"cannot make the folder {folder} ({error.strerror}): choose another --data-dir") from error
-    beside = folder / f".{name}.{os.getpid()}.part"
-    try:
-        with beside.open("wb") as file:
-            np.savez(file, x=dataset.x, y=dataset.labels[dataset.y], n_train=np.int64(dataset.n_train))
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
+        raise unwritable(folder, error) from error
+    with replacing(target) as file:
+        np.savez(file, x=dataset.x, y=dataset.labels[dataset.y], n_train=np.int64(dataset.n_train))
     return dataset
 
 
@@ -170,6 +168,8 @@ def _labels(name: str, y: NDArray[Any]) -> NDArray[np.int64]:
     """Return what label 0, 1, ... is called: all of a known set's, or those that occur."""
     if not np.issubdtype(y.dtype, np.integer):
         raise FedobpError(f"dataset '{name}' has labels of type {y.dtype}: y must hold integers")
+    if y.size and y.max() > np.iinfo(np.int64).max:
+        raise FedobpError(f"dataset '{name}' has a label of {y.max()}: y must fit into 64 bits with a sign")
     occurring = np.unique(y.astype(np.int64))
     if name in KNOWN:
         classes = KNOWN[name].classes
@@ -218,13 +218,20 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _unreadable(path: Path, error: Exception) -> FedobpError:
-    reason = "it holds pickled objects, which are never read" if "pickle" in str(error).lower() else "it is damaged"
+    if not zipfile.is_zipfile(path):
+        reason = "it is not one, or damaged"
+    elif "allow_pickle" in str(error):
+        reason = "it holds pickled objects, which are never read"
+    else:
+        reason = f"damaged or incomplete: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     return FedobpError(f"{path} cannot be read as an npz file of plain arrays ({reason}): save it anew with np.savez")
 
 
 def _digits() -> Dataset:
     """scikit-learn's 1,797 handwritten digits, 8x8, 16 grey levels (UCI ML hand-written digits, test part)."""
-    from sklearn.datasets import load_digits
+    state = random.getstate()
+    from sklearn.datasets import load_digits  # draws from Python's global generator while it is loaded
 
+    random.setstate(state)
     x, y = load_digits(return_X_y=True)
     return parse(EMBEDDED, {"x": x.reshape(-1, 8, 8).astype(np.uint8), "y": y.astype(np.int64)})

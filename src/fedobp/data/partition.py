@@ -37,9 +37,12 @@ def dirichlet(y: Indices, clients: int, alpha: float, random: RandomState) -> li
     """
     if not alpha > 0:
         raise FedobpError(f"--alpha {alpha} is not above 0: the Dirichlet needs a positive concentration, such as 0.1")
+    if len(y) < SMALLEST * clients:
+        raise FedobpError(
+            f"{len(y):,} samples are fewer than {SMALLEST} for each of {clients} clients: use fewer --clients"
+        )
     by_label = [np.flatnonzero(y == label) for label in np.unique(y)]
-    tries = TRIES if len(y) >= SMALLEST * clients else 0
-    for _ in range(tries):
+    for _ in range(TRIES):
         pieces: list[list[Indices]] = [[] for _ in range(clients)]
         for indices in by_label:
             random.shuffle(indices)
@@ -53,7 +56,7 @@ def dirichlet(y: Indices, clients: int, alpha: float, random: RandomState) -> li
             return [np.concatenate(own) for own in pieces]
     raise FedobpError(
         f"{len(y):,} samples could not be drawn so that each of {clients} clients has {SMALLEST} of them at alpha "
-        f"{alpha} ({tries:,} tries): use fewer --clients, a larger --alpha, or --partition iid"
+        f"{alpha} ({TRIES:,} tries): use fewer --clients, a larger --alpha, or --partition iid"
     )
 
 

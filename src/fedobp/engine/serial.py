@@ -66,6 +66,7 @@ class Serial:
     def predict(self, now: Moment, theta: Tensor, split: Split) -> list[Tensor]:
         """Return the labels that each client's model gives to its samples."""
         found = []
+        self._module.eval()
         with torch.no_grad(), repeatable():
             for client, vector in zip(now.cohort.tolist(), theta, strict=True):
                 self._model.load(self._module, vector)

@@ -19,16 +19,31 @@ class Model:
         if name not in NETS:
             raise unknown("model", name, NETS)
         self.name, self.shape, self.classes = name, tuple(shape), classes
-        tensors = dict(self._build(seed=0).named_parameters())
+        module = self._build(seed=0)
+        self._check(module)
+        tensors = dict(module.named_parameters())
         self.layout = Layout(tuple(tensors), tuple(tuple(tensor.shape) for tensor in tensors.values()))
 
     def _build(self, seed: int) -> nn.Module:
         # Default initialisation draws from torch's global generator: borrow it, and put it back as it was.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            module = NETS[self.name](self.shape, self.classes)
-        _check(self.name, module)
-        return module
+            return NETS[self.name](self.shape, self.classes)
+
+    def _check(self, module: nn.Module) -> None:
+        """Refuse what one flat vector with keyed randomness cannot hold."""
+        if not any(Layout.in_head(name) for name, _ in module.named_parameters()):
+            raise FedobpError(f"model '{self.name}' has no layer called `classifier`: name its last layer so")
+        if any(True for _ in module.buffers()):
+            raise FedobpError(f"model '{self.name}' has buffers (BatchNorm?), which are not supported: use GroupNorm")
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            before = torch.get_rng_state()
+            try:
+                module(torch.zeros(2, *self.shape))
+            except RuntimeError as error:
+                raise FedobpError(f"model '{self.name}' does not take inputs of shape {self.shape}: {error}") from error
+            if not torch.equal(before, torch.get_rng_state()):
+                raise FedobpError(f"model '{self.name}' draws random numbers (dropout?), which no run could repeat")
 
     def initial(self, seed: int) -> Tensor:
         """Return theta^0: torch's default initialisation after seeding with `seed`, in float32."""
@@ -51,13 +66,3 @@ class Model:
     def read(self, module: nn.Module) -> Tensor:
         """Return a module's parameters as a vector."""
         return self.layout.flatten(dict(module.named_parameters()))
-
-
-def _check(name: str, module: nn.Module) -> None:
-    """Refuse what one flat vector with keyed randomness cannot hold."""
-    if not any(Layout.in_head(tensor) for tensor, _ in module.named_parameters()):
-        raise FedobpError(f"model '{name}' has no layer called `classifier`: name its last layer so")
-    if any(True for _ in module.buffers()):
-        raise FedobpError(f"model '{name}' has buffers (BatchNorm statistics?), which are not supported: use GroupNorm")
-    if any(isinstance(layer, nn.modules.dropout._DropoutNd) for layer in module.modules()):
-        raise FedobpError(f"model '{name}' has dropout, whose draws would not be reproducible: remove it")

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from fedobp.data import Dataset, Shard
 from fedobp.errors import FedobpError
-from fedobp.runs import write
+from fedobp.files import write
 
 _SHADES = " ·░▒▓█"
 

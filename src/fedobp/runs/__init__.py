@@ -1,7 +1,6 @@
 """Run folders and saved models."""
 
-from fedobp.runs.files import write
 from fedobp.runs.folder import RunFolder, claim, fresh
 from fedobp.runs.models import Models, load_state_dict
 
-__all__ = ["Models", "RunFolder", "claim", "fresh", "load_state_dict", "write"]
+__all__ = ["Models", "RunFolder", "claim", "fresh", "load_state_dict"]

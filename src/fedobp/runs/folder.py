@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Mapping
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 
 from fedobp._version import __version__
 from fedobp.errors import FedobpError
-from fedobp.runs.files import write
+from fedobp.files import unwritable, write
 
 _OURS = ("config.toml", "metrics.jsonl", "timings.jsonl", "result.json", "compare.json", "models")
 
@@ -26,27 +27,31 @@ def claim(folder: Path) -> Path:
     """Make a folder for a run; one that already holds a run is refused."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        taken = [name for name in _OURS if (folder / name).exists()]
+        ours = [folder / name for name in _OURS]
+        taken = [path for path in [*ours, *folder.glob("*/config.toml")] if path.exists()]
     except OSError as error:
-        raise FedobpError(f"cannot make the folder {folder} ({error.strerror}): choose another --out") from error
+        raise unwritable(folder, error) from error
     if taken:
-        raise FedobpError(f"{folder} already holds a run ({taken[0]}): choose another --out, nothing was overwritten")
+        raise FedobpError(
+            f"{folder} already holds a run ({taken[0].name}): choose another --out, nothing was overwritten"
+        )
     return folder
 
 
 def fresh(label: str) -> Path:
     """Make a new folder under `runs/`, named by time and label."""
     stem = f"{datetime.now():%Y%m%d-%H%M%S}-{label}"
-    attempt = 1
-    while True:
-        folder = Path("runs") / (stem if attempt == 1 else f"{stem}-{attempt}")
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            attempt += 1
-        except OSError as error:
-            raise FedobpError(f"cannot make the folder {folder} ({error.strerror}): give one with --out") from error
+    runs = Path("runs")
+    try:
+        runs.mkdir(exist_ok=True)
+        for attempt in count(1):
+            folder = runs / (stem if attempt == 1 else f"{stem}-{attempt}")
+            if not folder.exists():
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        raise unwritable(runs, error) from error
+    raise AssertionError("count has no end")
 
 
 class RunFolder:
@@ -61,10 +66,14 @@ class RunFolder:
 
     def log(self, name: str, line: Mapping[str, Any]) -> None:
         """Append a line to `metrics.jsonl` or `timings.jsonl`; it is on disk before this returns."""
-        with (self.path / f"{name}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        path = self.path / f"{name}.jsonl"
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, allow_nan=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise unwritable(path, error) from error
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write `result.json`."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fedobp.errors import FedobpError
+from fedobp.files import unwritable, write
 from fedobp.models import Layout
-from fedobp.runs.files import write
 
 
 class Models:
@@ -47,7 +47,10 @@ class Models:
         """Write the global model with what is known about it, and, if wanted, every client's entries."""
         from safetensors.torch import save
 
-        folder.mkdir(parents=True)
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise unwritable(folder, error) from error
         # One metadata key only: safetensors writes several in no fixed order, and equal runs must give equal bytes.
         about = {**about, "names": self._layout.names, "clients": sorted(self._clients) if clients else []}
         tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
