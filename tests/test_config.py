@@ -98,6 +98,8 @@ def test_the_cosine_schedule_starts_at_lr_and_halves_midway():
         ({"rounds": 10**500}, "--rounds must be at most 2147483647"),
         ({"batch_size": 10**30}, "--batch-size must be at most"),
         ({"lr": None}, "--lr must be a number"),
+        ({"lr": 10**400}, "--lr must be a number"),
+        ({"lr": float("inf")}, "--lr must be a number"),
         ({"method": None}, "--method must be a text"),
         ({"lr": -1.0}, "--lr must be above 0"),
         ({"options": {"p": 1}}, "option of fedobp"),

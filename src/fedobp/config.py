@@ -5,6 +5,7 @@ is loaded when a `Config` is made.
 """
 
 import math
+import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -189,7 +190,7 @@ def _checked(spec: Field[Any], value: Any) -> Any:
         return value
     if spec.type in (int, float):
         right = isinstance(value, int if spec.type is int else (int, float)) and not isinstance(value, bool)
-        if not right or (isinstance(value, float) and not math.isfinite(value)):
+        if not right or (spec.type is float and not abs(value) <= sys.float_info.max):
             noun = "whole number" if spec.type is int else "number"
             raise FedobpError(f"{flag(spec.name)} must be a {noun}, not {value!r}")
         bounds = dict(spec.metadata["bounds"])
