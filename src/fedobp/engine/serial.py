@@ -1,7 +1,8 @@
 """The serial engine: one client after another, an ordinary module and `torch.optim.SGD`. Slow, obvious, the oracle."""
 
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,24 @@ from fedobp.keys import Purpose, fold
 from fedobp.models import Model
 
 _TEST_BATCH = 1024
+_SMALL = 200_000  # parameters
 
 
-def repeatable() -> AbstractContextManager[None]:
-    """Make convolutions on CUDA give the same bits every time, in full float32."""
-    return torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False)
+@contextmanager
+def steady(model: Model) -> Iterator[None]:
+    """Compute so that the same input gives the same bits, and so that small models do not wait for threads.
+
+    A small model's step is over before a second thread is awake: alone on the machine that thread gains nothing, and
+    beside other programs it costs several times the step.
+    """
+    threads = torch.get_num_threads()
+    if model.layout.size < _SMALL:
+        torch.set_num_threads(1)
+    try:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class Serial:
@@ -67,7 +81,7 @@ class Serial:
         """Return the labels that each client's model gives to its samples."""
         found = []
         self._module.eval()
-        with torch.no_grad(), repeatable():
+        with torch.no_grad(), steady(self._model):
             for client, vector in zip(now.cohort.tolist(), theta, strict=True):
                 self._model.load(self._module, vector)
                 parts = self._data.inputs(client, split).split(_TEST_BATCH)
@@ -105,7 +119,7 @@ def sgd(
     lr, momentum, weight_decay = (float(client.hp[name]) for name in ("lr", "momentum", "weight_decay"))
     optimizer = torch.optim.SGD(module.parameters(), lr, momentum, weight_decay=weight_decay)
     losses = []
-    with repeatable():
+    with steady(model):
         for epoch in range(phase.epochs):
             for picked in batches(fold(key, epoch), len(y), batch, y.device):
                 optimizer.zero_grad()
