@@ -25,8 +25,8 @@ _SMALL = 200_000  # parameters
 def steady(model: Model) -> Iterator[None]:
     """Compute so that the same input gives the same bits, and so that small models do not wait for threads.
 
-    A small model's step is over before a second thread is awake: alone on the machine that thread gains next to nothing,
-    and beside other programs it costs several times the step.
+    A small model's step is over before a second thread is awake: alone on the machine that thread gains next to
+    nothing, and beside other programs it costs several times the step.
     """
     threads = torch.get_num_threads()
     if model.layout.size < _SMALL:
