@@ -1,5 +1,6 @@
 """Writing files so that a reader never finds half of one: beside the target, then renamed."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,11 @@ def write(path: Path, content: bytes) -> None:
     """Write a whole file, or nothing."""
     with replacing(path) as file:
         file.write(content)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a value as a JSON file for people and machines."""
+    write(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
 def unwritable(path: Path, error: OSError) -> FedobpError:

@@ -111,6 +111,17 @@ def test_a_model_that_differs_outside_its_own_entries_is_a_mistake():
         Models(LAYOUT, SHARED).add(0, theta, mine)
 
 
+def test_without_clients_only_the_global_model_is_left():
+    layout = Layout(("classifier.weight",), ((10,),))
+    models = Models(layout, torch.zeros(10))
+    models.add(0, torch.ones(10), torch.ones(10, dtype=torch.bool))
+    alone = models.without_clients()
+    assert alone.size == models.size == 10
+    assert torch.equal(alone.state_dict()["classifier.weight"], torch.zeros(10))
+    with pytest.raises(FedobpError, match="no model of client 0"):
+        alone.state_dict(0)
+
+
 def test_personal_files_are_small(tmp_path):
     size, clients = 100_000, 20
     made = Models(Layout(("classifier.weight",), ((size,),)), torch.arange(float(size)))

@@ -36,10 +36,6 @@ def _protocol(protocol: Protocol) -> str:
     return f"Accuracy in per cent on all clients' test parts, {which} (protocol {protocol.name})."
 
 
-def _size(result: Result) -> int:
-    return sum(tensor.numel() for tensor in result.state_dict().values())
-
-
 def run_table(result: Result) -> RenderableType:
     """Return one run's accuracies by model, and what they cost."""
     table = _table("model", "pooled", "client mean", "std", "worst tenth", "balanced")
@@ -54,7 +50,7 @@ def run_table(result: Result) -> RenderableType:
             values = (column.pooled, column.client_mean, column.client_std, column.worst_decile, column.balanced)
             table.add_row(name, *(f"{value:.2f}" for value in values))
     cost = (
-        f"Personal parameters per client: {result.personal.mean:,.0f} of {_size(result):,}. Traffic per round: "
+        f"Personal parameters per client: {result.personal.mean:,.0f} of {result.models.size:,}. Traffic per round: "
         f"{_bytes(result.bytes.down_per_round)} down, {_bytes(result.bytes.up_per_round)} up. {result.seconds:.1f} s."
     )
     return Group(table, Text(_protocol(result.protocol)), Text(_majority([result])), Text(cost))
@@ -102,7 +98,9 @@ def compare_table(results: Sequence[Result]) -> RenderableType:
             f"{statistics.fmean(run.seconds for run in runs):.1f}",
         )
     seen = f"Seed {seeds[0]}." if len(seeds) == 1 else f"Mean ± deviation (n - 1) over seeds {seeds[0]} to {seeds[-1]}."
-    units = f"Personal: a client's own parameters, of {_size(results[0]):,}. Down, up: the cohort's payload per round."
+    units = (
+        f"Personal: a client's own parameters, of {results[0].models.size:,}. Down, up: the cohort's payload per round."
+    )
     return Group(table, Text(f"{_protocol(results[0].protocol)} {seen}"), Text(units), Text(_majority(results)))
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 
 from fedobp._version import __version__
 from fedobp.errors import FedobpError
-from fedobp.files import unwritable, write
+from fedobp.files import unwritable, write, write_json
 
 _OURS = ("config.toml", "metrics.jsonl", "timings.jsonl", "result.json", "compare.json", "models")
 
@@ -46,7 +47,7 @@ def fresh(label: str) -> Path:
         runs.mkdir(exist_ok=True)
         for attempt in count(1):
             folder = runs / (stem if attempt == 1 else f"{stem}-{attempt}")
-            if not folder.exists():
+            with suppress(FileExistsError):  # taken, perhaps by a run that started this very second
                 folder.mkdir()
                 return folder
     except OSError as error:
@@ -77,4 +78,4 @@ class RunFolder:
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write `result.json`."""
-        write(self.path / "result.json", (json.dumps(result, indent=2, allow_nan=False) + "\n").encode())
+        write_json(self.path / "result.json", result)

@@ -35,6 +35,15 @@ class Models:
         else:
             self._clients[client] = {"index": index, "value": theta[index]}
 
+    @property
+    def size(self) -> int:
+        """Parameters of one model."""
+        return self._layout.size
+
+    def without_clients(self) -> "Models":
+        """Return the global model alone, which takes the memory of one model."""
+        return Models(self._layout, self._shared)
+
     def state_dict(self, client: int | None = None) -> dict[str, Tensor]:
         """Return a client's model, or the global one, as an ordinary state dict."""
         if client is None:
