@@ -20,12 +20,13 @@ from fedobp.errors import FedobpError
 if TYPE_CHECKING:
     from fedobp.config import Config
     from fedobp.evaluation import Accuracy
-    from fedobp.federation import Federation, Progress, Result
+    from fedobp.federation import Federation, Progress, Result, sweep
     from fedobp.models import Model
     from fedobp.runs import load_state_dict
 
 __all__ = [
     "Accuracy", "Config", "Federation", "FedobpError", "Model", "Progress", "Result", "__version__", "load_state_dict",
+    "sweep",
 ]  # fmt: skip
 
 _HOMES = {
@@ -36,6 +37,7 @@ _HOMES = {
     "Progress": "federation",
     "Result": "federation",
     "load_state_dict": "runs",
+    "sweep": "federation",
 }
 
 

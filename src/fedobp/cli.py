@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
@@ -203,7 +203,7 @@ def compare(
     fedobp compare --dataset fmnist --alpha 0.5 --json
     """
     from fedobp.algorithms import method_class
-    from fedobp.federation import Federation
+    from fedobp.federation import sweep
     from fedobp.files import write_json
     from fedobp.report.tables import compare_table, summarise
     from fedobp.runs import claim, fresh
@@ -225,16 +225,14 @@ def compare(
         for name in names
     ]
     folder = claim(out) if out else fresh(f"compare-{first.dataset}")
-    results = []
+    labels = [config.method if seeds == 1 else f"{config.method}, seed {config.seed}" for config in plan]
     with _progress(len(plan), first.rounds) as advance:
-        for config in plan:
-            if config.method == names[0]:
-                federation = Federation(config)
-            label = config.method if seeds == 1 else f"{config.method}, seed {config.seed}"
-            target = folder / f"{config.method}-seed{config.seed}"
-            result = federation.run(config.method, out=target, progress=partial(advance, label), **config.options)
-            # Only the numbers are compared: whole personal models of every run would fill the memory.
-            results.append(replace(result, models=result.models.without_clients()))
+        results = sweep(
+            plan,
+            out=[folder / f"{config.method}-seed{config.seed}" for config in plan],
+            progress=lambda at: advance(labels[at.run], at),
+            keep_models=False,
+        )
     found = {"runs": [result.to_json() for result in results], "table": summarise(results)}
     write_json(folder / "compare.json", found)
     _show(found if as_json else compare_table(results), f"Run folder: {folder}")

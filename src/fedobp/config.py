@@ -19,9 +19,9 @@ Option = float | int | str
 LrSchedule = Literal["constant", "cosine"]
 Sampling = Literal["keyed", "published"]
 ProtocolName = Literal["default", "paper"]
-EngineName = Literal["auto", "serial"]
+EngineName = Literal["auto", "serial", "lanes"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-Precision = Literal["fp32", "fp64"]
+Precision = Literal["fp32", "fp64", "tf32", "bf16"]
 SaveModels = Literal["none", "global", "all"]
 
 
@@ -69,9 +69,11 @@ class Config:
     protocol: ProtocolName = _evaluation("default", "Last round, or paper: best of rounds 100/200/300/400, pooled")
     eval_every: int = _evaluation(None, "Rounds between evaluations (default: a twentieth of the rounds)", low=1)
     finetune_epochs: int = _evaluation(0, "Also report every client's model after this many more local epochs", low=0)
-    engine: EngineName = _machine("auto", "How clients are run")
+    engine: EngineName = _machine("auto", "How clients are run: all at once (lanes, auto's choice), or one by one")
     device: DeviceName = _machine("auto", "Where to compute; auto takes CUDA where there is one")
-    precision: Precision = _machine("fp32", "Floating-point numbers of weights and arithmetic")
+    precision: Precision = _machine("fp32", "Arithmetic; tf32 and bf16 keep weights and sums in fp32")
+    lane_memory: float = _machine(0.0, "GiB that clients in training may take; 0: half of the machine's", low=0)
+    store_memory: float = _machine(0.0, "GiB for clients' state, then a file; 0: a quarter of the machine's", low=0)
     save_models: SaveModels = _machine("all", "Which final models to write")
 
     def __post_init__(self) -> None:
@@ -117,7 +119,10 @@ class Config:
             raise FedobpError("--device cuda needs a CUDA card that torch can use, and there is none: use --device cpu")
         if self.device == "auto":
             self._set("device", "cuda" if torch.cuda.is_available() else "cpu")
-        self._set("engine", "serial")
+        if self.device == "cpu" and self.precision == "tf32":
+            raise FedobpError("--precision tf32 is arithmetic of CUDA cards: use --precision fp32 on the CPU")
+        if self.engine == "auto":
+            self._set("engine", "lanes")
 
     def _settle_method(self) -> None:
         """Resolve the method's options; the paper tuned q for its CNN under its partition, and only there."""

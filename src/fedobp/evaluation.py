@@ -1,18 +1,18 @@
 """Evaluation is a protocol: which model, which clients, which average, which round. It is printed with every result."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fedobp.algorithms import Method, Moment, Tensors, Train
-from fedobp.data import FederatedData, Split
-from fedobp.engine import Engine, Store
+from fedobp.data import Split
+from fedobp.engine import Engine, Population, Store, Task, diverged
 from fedobp.errors import FedobpError
 from fedobp.models import Model
 
-_CHUNK = 1 << 24  # entries: how much of all clients' models is held at once
+_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 28}  # entries: how much of all clients' models is held at once
 
 
 @dataclass(frozen=True)
@@ -132,13 +132,14 @@ class Report:
 class Evaluator:
     """Tests every client of a federation, a few at a time, without changing anybody's state."""
 
-    def __init__(self, method: Method, model: Model, data: FederatedData, engine: Engine, finetune_epochs: int) -> None:
-        self._method, self._model, self._data, self._engine = method, model, data, engine
-        self._finetune_epochs = finetune_epochs
+    def __init__(self, method: Method, model: Model, people: Population, engine: Engine, finetune_epochs: int) -> None:
+        self._method, self._model, self._people, self._engine = method, model, people, engine
+        self._finetune_epochs, data = finetune_epochs, people.data
+        self._at_once = max(1, _CHUNK[data.x.device.type] // model.layout.size)
         everyone = range(data.clients)
-        self._counts = [data.counts(client) for client in everyone]
+        self._counts = [data.counts(client).cpu() for client in everyone]
         self._targets: dict[Split, list[Tensor]] = {
-            split: [data.targets(client, split) for client in everyone] for split in ("val", "test")
+            split: [data.targets(client, split).cpu() for client in everyone] for split in ("val", "test")
         }
         self._validates = any(map(len, self._targets["val"]))
         if not any(map(len, self._targets["test"])):
@@ -149,7 +150,7 @@ class Evaluator:
         moment: Callable[[Tensor], Moment],
         server: Tensors,
         rows: Store,
-        hp: Tensors,
+        hp: Mapping[str, float],
         *,
         everything: bool,
         keep: Callable[[int, Tensor, Tensor], None] | None = None,
@@ -158,19 +159,27 @@ class Evaluator:
         method, model, engine = self._method, self._model, self._engine
         found: dict[str, list[Tensor]] = {"served": [], "validation": [], "last": [], "finetuned": []}
         counts: list[Tensor] = []
-        for chunk in torch.arange(self._data.clients).split(max(1, _CHUNK // model.layout.size)):
+
+        def serve(task: Task) -> Tensors:
+            served = engine.serve(task)
+            finite = served["theta"].isfinite().all(dim=1)
+            if not finite.all():
+                raise diverged(task.now, finite, hp["lr"])
+            return served
+
+        for chunk in torch.arange(self._people.data.clients).split(self._at_once):
             now = moment(chunk)
             down, _ = method.send(model, now, server, rows.gather(chunk.tolist()))
-            program = method.serve(model, now)
-            served = engine.serve(now, program, down, hp)
-            found["served"] += engine.predict(now, served["theta"], "test")
+            task = Task(self._people, now, method.serve(model, now), down, hp)
+            served = serve(task)
+            found["served"] += engine.predict(task, served["theta"], "test")
             if self._validates:
-                found["validation"] += engine.predict(now, served["theta"], "val")
+                found["validation"] += engine.predict(task, served["theta"], "val")
             if everything:
-                found["last"] += engine.predict(now, engine.last(now, server["theta"]), "test")
+                found["last"] += engine.predict(task, engine.last(task, server["theta"]), "test")
                 if self._finetune_epochs:
-                    tuned = engine.serve(now, [*program, Train(self._finetune_epochs)], down, hp)
-                    found["finetuned"] += engine.predict(now, tuned["theta"], "test")
+                    tuned = serve(replace(task, program=[*task.program, Train(self._finetune_epochs)]))
+                    found["finetuned"] += engine.predict(task, tuned["theta"], "test")
             per_tensor = [part.sum(dim=1) for part in served["mine"].split(list(model.layout.sizes), dim=1)]
             counts.append(torch.stack(per_tensor, dim=1).cpu())
             if keep:

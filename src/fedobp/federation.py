@@ -1,24 +1,37 @@
 """A federation of clients, and the round loop that trains a method on it."""
 
+import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fedobp.algorithms import Moment, Option, Tensors, method_class
+from fedobp.algorithms import Moment, Option, method_class
 from fedobp.config import Config
 from fedobp.data import Dataset, FederatedData, Shard, data_dir, load, partition
-from fedobp.engine import Engine, Serial, Store
+from fedobp.engine import (
+    Budget,
+    Engine,
+    Lanes,
+    Population,
+    Serial,
+    Store,
+    Task,
+    Trained,
+    diverged,
+    dtype_of,
+    memory_of,
+)
 from fedobp.evaluation import Accuracy, Evaluator, Personal, Protocol, Report, protocol
 from fedobp.keys import NOBODY, Purpose, fold, permutation
 from fedobp.models import Model
 from fedobp.runs import Models, RunFolder
-from fedobp.wire import payload_bytes
+from fedobp.wire import payload_count
 
 
 @dataclass(frozen=True)
@@ -29,6 +42,7 @@ class Progress:
     round: int
     rounds: int
     accuracy: float | None  # pooled, of the newest evaluation
+    run: int = 0  # which of several runs
 
 
 @dataclass(frozen=True)
@@ -97,9 +111,9 @@ def cohorts(config: Config) -> Iterator[Tensor]:
             yield permutation(fold(config.seed, round, NOBODY, Purpose.COHORT), config.clients)[:size]
 
 
-def deal(config: Config) -> tuple[Dataset, list[Shard]]:
-    """Load a dataset and deal it out to clients."""
-    dataset = load(config.dataset, data_dir(config.data_dir))
+def deal(config: Config, dataset: Dataset | None = None) -> tuple[Dataset, list[Shard]]:
+    """Load a dataset, unless it is given, and deal it out to clients."""
+    dataset = dataset or load(config.dataset, data_dir(config.data_dir))
     return dataset, partition(
         dataset.y,
         config.clients,
@@ -111,13 +125,25 @@ def deal(config: Config) -> tuple[Dataset, list[Shard]]:
 
 
 class Federation:
-    """Clients with their data, and the model they train: built once, to run any number of methods on."""
+    """Clients with their data, and the model they train: built once, to run any number of methods on.
 
-    def __init__(self, config: Config | None = None) -> None:
+    Made `beside` another one of the same dataset, it shares that one's samples instead of loading them again.
+    """
+
+    _dataset: Dataset
+    data: FederatedData
+
+    def __init__(self, config: Config | None = None, *, beside: "Federation | None" = None) -> None:
         self.config = config = config or Config()
-        dataset, shards = deal(config)
-        dtype = {"fp32": torch.float32, "fp64": torch.float64}[config.precision]
-        self.data = FederatedData(dataset, shards, torch.device(config.device), dtype)
+        device, dtype = torch.device(config.device), dtype_of(config.precision)
+        if beside and _samples(beside.config) == _samples(config):
+            self._dataset = beside._dataset
+            self.data = beside.data
+            if _partition(beside.config) != _partition(config):
+                self.data = beside.data.dealt_again(self._dataset, deal(config, self._dataset)[1])
+        else:
+            self._dataset, shards = deal(config)
+            self.data = FederatedData(self._dataset, shards, device, dtype)
         self.model = Model(config.model, self.data.shape, self.data.classes)
 
     def run(
@@ -135,58 +161,179 @@ class Federation:
         config, method = self.config, method or self.config.method
         kept = config.options if method == config.method else {}
         config = replace(config, method=method, options={**kept, **options})
-        return _Run(self, config, Path(out) if out else None).train(progress or (lambda _: None))
+        [result] = _launch([(self, config, Path(out) if out else None)], progress or (lambda _: None))
+        return result
+
+
+def sweep(
+    configs: Sequence[Config],
+    *,
+    out: Sequence[str | Path] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    keep_models: bool = True,
+) -> list[Result]:
+    """Run many configurations, as many as possible at once, and return their results in the same order.
+
+    Runs that share dataset, model, batch size and machine settings share a launch: their clients train side by side,
+    whatever their seeds, partitions, methods and numbers. With `out`, each run is written to a folder of its own.
+    Without `keep_models`, results hold the global model only, and not every client's.
+    """
+    results: dict[int, Result] = {}
+    for alike in _alike(configs):
+        federation = Federation(configs[alike[0]])
+        most = _room(federation, [configs[run] for run in alike])
+        for at in range(0, len(alike), most):
+            together = alike[at : at + most]
+            plans = []
+            for run in together:
+                federation = Federation(configs[run], beside=federation)
+                plans.append((federation, configs[run], Path(out[run]) if out else None))
+
+            def report(at: Progress, together: list[int] = together) -> None:
+                if progress:
+                    progress(replace(at, run=together[at.run]))
+
+            for run, result in zip(together, _launch(plans, report), strict=True):
+                # Whole personal models of every run would fill the memory.
+                results[run] = result if keep_models else replace(result, models=result.models.without_clients())
+    return [results[run] for run in range(len(configs))]
+
+
+def _samples(config: Config) -> tuple[object, ...]:
+    return config.dataset, config.data_dir, config.device, dtype_of(config.precision)
+
+
+def _partition(config: Config) -> tuple[object, ...]:
+    return config.clients, config.partition, config.alpha, config.partition_seed, config.val_ratio
+
+
+def _alike(configs: Sequence[Config]) -> list[list[int]]:
+    """Group the runs that can share a launch."""
+    groups: dict[object, list[int]] = {}
+    for run, config in enumerate(configs):
+        machine = (config.engine, config.precision, config.lane_memory, config.store_memory)
+        groups.setdefault((_samples(config), config.model, config.batch_size, machine), []).append(run)
+    return list(groups.values())
+
+
+def _room(federation: Federation, configs: Sequence[Config]) -> int:
+    """Return how many runs find room for their clients' state at once.
+
+    That is up to three vectors a client: its record on the server, its own, and its last model.
+    """
+    vector = federation.model.layout.size * federation.data.dtype.itemsize
+    most = max(config.clients for config in configs)
+    return max(1, int(_memory(federation.config, "store") / (3 * vector * most)))
+
+
+def _memory(config: Config, what: Literal["lane", "store"]) -> float:
+    """Return a budget in bytes: the stated one, or a share of the machine's memory."""
+    stated = config.lane_memory if what == "lane" else config.store_memory
+    return stated * 2**30 or memory_of(torch.device(config.device)) / (2 if what == "lane" else 4)
+
+
+def _launch(
+    plans: Sequence[tuple[Federation, Config, Path | None]], progress: Callable[[Progress], None]
+) -> list[Result]:
+    """Train runs side by side, round by round."""
+    begun = time.perf_counter()
+    first, config, _ = plans[0]
+    engine: Engine
+    if config.engine == "serial":
+        engine = Serial(first.model, config.batch_size, config.precision)
+    else:
+        engine = Lanes(first.model, config.batch_size, config.precision, _memory(config, "lane"))
+    budget = Budget(_memory(config, "store"))
+    runs = [_Run(federation, config, out, engine, budget) for federation, config, out in plans]
+    for round in range(1, max(run.config.rounds for run in runs) + 1):
+        clock, before = time.perf_counter(), engine.counters
+        going = [(at, run) for at, run in enumerate(runs) if round <= run.config.rounds]
+        tasks = [run.begin_round(round) for _, run in going]
+        for (_, run), answer in zip(going, engine.train(tasks), strict=True):
+            run.end_round(answer)
+        trained, done = time.perf_counter() - clock, engine.counters - before
+        for at, run in going:
+            run.evaluate_and_log()
+            progress(Progress(run.config.method, round, run.config.rounds, run.accuracy, at))
+        times = {"round": round, "train": trained, "all": time.perf_counter() - clock, "runs": len(going)}
+        for _, run in going:
+            run.log_times({**times, "occupancy": done.occupancy})
+            if round == run.config.rounds:
+                # A run's own share of the time: side by side, all are as long under way as the longest.
+                run.seconds = (time.perf_counter() - begun) / len(runs)
+    return [run.finish() for run in runs]
 
 
 class _Run:
     """One method's training on a federation."""
 
-    def __init__(self, federation: Federation, config: Config, out: Path | None) -> None:
+    def __init__(
+        self, federation: Federation, config: Config, out: Path | None, engine: Engine, budget: Budget
+    ) -> None:
         self.config, self.model, data = config, federation.model, federation.data
         self.method = method_class(config.method).configure(config.options)
         theta = self.model.initial(config.seed).to(data.x.device, data.dtype)
         state = self.method.begin(self.model, theta)
-        self.server, self.rows = state.server, Store(state.row)
-        self.engine: Engine = Serial(self.model, data, state.own, theta, config.seed, config.batch_size)
-        self.evaluate = Evaluator(self.method, self.model, data, self.engine, config.finetune_epochs)
+        self.server, self.rows = state.server, Store(state.row, data.clients, budget)
+        self.people = Population(data, state.own, theta, config.seed, budget)
+        self.evaluate = Evaluator(self.method, self.model, self.people, engine, config.finetune_epochs)
         self.protocol = protocol(config.protocol, config.rounds)
         self.models = Models(self.model.layout, theta)
         self.folder = RunFolder(out, config.to_toml()) if out else None
         self.about = {"method": config.method, "model": config.model, **data.about()}
+        self.cohorts = cohorts(config)
+        self.pending: list[_Cost] = []
+        self.bytes = {"bytes_down": 0, "bytes_up": 0}
+        self.reports: list[Report] = []
+        self.seconds = 0.0
 
-    def train(self, progress: Callable[[Progress], None]) -> Result:
-        """Run all rounds, evaluate when it is due, and write it all down."""
-        begun = time.perf_counter()
-        costs: list[dict[str, Any]] = []
-        reports: list[Report] = []
-        for round, cohort in enumerate(cohorts(self.config), start=1):
-            clock = time.perf_counter()
-            costs.append(self._round(self._moment(round, cohort)))
-            trained = time.perf_counter() - clock
-            line = {"round": round, "cohort": cohort.tolist(), **costs[-1]}
+    def begin_round(self, round: int) -> Task:
+        """Walk through one round (the paper's Algorithm 1, and every other method's): sample and send ..."""
+        self.now = self._moment(round, next(self.cohorts))
+        rows = self.rows.gather(self.now.cohort.tolist())
+        self.down, self.sent = self.method.send(self.model, self.now, self.server, rows)
+        program = self.method.local(self.model, self.now)
+        return Task(self.people, self.now, program, self.down, self._numbers(self.config.lr_at(round)))
+
+    def end_round(self, answer: Trained) -> None:
+        """... and, after the cohort has trained, receive. Nobody waits here for a device to finish."""
+        received = self.method.receive(self.model, self.now, self.server, self.sent, answer.up, answer.n)
+        self.server, rows = received
+        self.rows.scatter(self.now.cohort.tolist(), rows)
+        lr = self.config.lr_at(self.now.round)
+        cost = _Cost(self.now, lr, answer.loss, answer.finite, payload_count(self.down), payload_count(answer.up))
+        self.pending.append(cost)
+
+    def evaluate_and_log(self) -> None:
+        """Write down the rounds before this one; evaluate this one if it is due, and write it down too.
+
+        A device may still be busy with this round: its costs are asked for when the next one is under way.
+        """
+        while len(self.pending) > 1:
+            self._log(self.pending.pop(0).settled())
+        if self._due(self.now.round):
+            line = self.pending.pop().settled()
             try:
-                if self._due(round):
-                    reports.append(self._evaluate(round))
-                    line |= reports[-1].to_json()
+                self.reports.append(self._evaluate(self.now.round))
+                line |= self.reports[-1].to_json()
             finally:  # what a round cost is kept even if fine-tuning diverges
-                if self.folder:
-                    self.folder.log("metrics", line)
-            if self.folder:
-                self.folder.log("timings", {"round": round, "train": trained, "all": time.perf_counter() - clock})
-            pooled = reports[-1].served.pooled if reports else None
-            progress(Progress(self.config.method, round, self.config.rounds, pooled))
-        return self._finish(costs, reports, time.perf_counter() - begun)
+                self._log(line)
 
-    def _round(self, now: Moment) -> dict[str, Any]:
-        """Walk through one round (the paper's Algorithm 1, and every other method's) and return what it cost."""
-        method, model, cohort = self.method, self.model, now.cohort.tolist()
-        down, rows = method.send(model, now, self.server, self.rows.gather(cohort))
-        answer = self.engine.train(now, method.local(model, now), down, self._numbers(self.config.lr_at(now.round)))
-        self.server, rows = method.receive(model, now, self.server, rows, answer.up, answer.n)
-        self.rows.scatter(cohort, rows)
-        losses = [loss for loss in answer.loss if loss is not None]
-        mean_loss = sum(losses) / len(losses) if losses else None
-        return {"loss": mean_loss, "bytes_down": payload_bytes(down), "bytes_up": payload_bytes(answer.up)}
+    def _log(self, line: dict[str, Any]) -> None:
+        for way in self.bytes:
+            self.bytes[way] += line[way]
+        if self.folder:
+            self.folder.log("metrics", line)
+
+    @property
+    def accuracy(self) -> float | None:
+        """The newest pooled accuracy."""
+        return self.reports[-1].served.pooled if self.reports else None
+
+    def log_times(self, times: Mapping[str, float]) -> None:
+        """Keep how long a round took, apart from what it gave."""
+        if self.folder:
+            self.folder.log("timings", times)
 
     def _due(self, round: int) -> bool:
         """Say whether a round is evaluated."""
@@ -211,16 +358,15 @@ class _Run:
     def _moment(self, round: int, clients: Tensor) -> Moment:
         return Moment(round, self.config.rounds, self.config.clients, self.config.epochs, clients)
 
-    def _numbers(self, lr: float) -> Tensors:
-        """Return what clients get as `hp`, in the model's own precision."""
-        config, like = self.config, self.server["theta"]
-        rates = {"lr": lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
-        return {name: like.new_tensor(value) for name, value in {**rates, **self.method.floats()}.items()}
+    def _numbers(self, lr: float) -> dict[str, float]:
+        """Return what clients get as `hp`."""
+        rates = {"lr": lr, "momentum": self.config.momentum, "weight_decay": self.config.weight_decay}
+        return {**rates, **self.method.floats()}
 
-    def _finish(self, costs: list[dict[str, Any]], reports: list[Report], seconds: float) -> Result:
+    def finish(self) -> Result:
         """Choose what the protocol reports, and write models and result."""
-        config, folder = self.config, self.folder
-        down, up = (sum(cost[way] for cost in costs) for way in ("bytes_down", "bytes_up"))
+        config, folder, reports = self.config, self.folder, self.reports
+        down, up = self.bytes["bytes_down"], self.bytes["bytes_up"]
 
         def chosen(name: str) -> Any:
             reported = [getattr(report, name) for report in reports if report.round in self.protocol.rounds]
@@ -236,7 +382,7 @@ class _Run:
             history=[(report.round, report.served.pooled, report.served.client_mean) for report in reports],
             personal=reports[-1].personal,
             bytes=Traffic(down / config.rounds, up / config.rounds, down, up),
-            seconds=seconds,
+            seconds=self.seconds,
             models=self.models,
             out=folder.path if folder else None,
         )
@@ -245,3 +391,24 @@ class _Run:
                 self.models.save(folder.path / "models", clients=config.save_models == "all", about=self.about)
             folder.finish(result.to_json())
         return result
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """What a round cost, as tensors that a device may still be computing."""
+
+    now: Moment
+    lr: float
+    loss: Tensor
+    finite: Tensor
+    down: Tensor
+    up: Tensor
+
+    def settled(self) -> dict[str, Any]:
+        """Wait for the numbers, and return them as a line of the log."""
+        if not self.finite.all():
+            raise diverged(self.now, self.finite, self.lr)
+        losses = [loss for loss in self.loss.tolist() if not math.isnan(loss)]
+        mean_loss = sum(losses) / len(losses) if losses else None
+        head = {"round": self.now.round, "cohort": self.now.cohort.tolist()}
+        return {**head, "loss": mean_loss, "bytes_down": int(self.down), "bytes_up": int(self.up)}

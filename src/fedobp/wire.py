@@ -27,19 +27,25 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 def payload_bytes(record: Mapping[str, Tensor | Sparse]) -> int:
     """Return the payload of a whole cohort's messages; every tensor has a leading axis of clients."""
-    return sum(_sparse_bytes(value) if isinstance(value, Sparse) else _bytes(value) for value in record.values())
+    return int(payload_count(record))
 
 
-def _bytes(value: Tensor) -> int:
-    return value.numel() * value.element_size()
+def payload_count(record: Mapping[str, Tensor | Sparse]) -> Tensor:
+    """Return the same as a tensor, on the record's own device: nobody waits for it."""
+    sizes = [_sparse_bytes(value) if isinstance(value, Sparse) else _bytes(value) for value in record.values()]
+    return sum(sizes, start=torch.tensor(0))
 
 
-def _sparse_bytes(value: Sparse) -> int:
+def _bytes(value: Tensor) -> Tensor:
+    return torch.tensor(value.numel() * value.element_size())
+
+
+def _sparse_bytes(value: Sparse) -> Tensor:
     size = value.keep.shape[-1]
     kept = value.keep.sum(dim=-1)
     listed = 4 * torch.minimum(kept, size - kept)
     masks = listed.clamp(max=math.ceil(size / 8))
-    return int((kept * value.values.element_size() + masks).sum())
+    return (kept * value.values.element_size() + masks).sum()
 
 
 def encode(record: Record) -> bytes:

@@ -1,6 +1,7 @@
 """The methods, one file each, and the registry that names them."""
 
 from fedobp.algorithms.base import (
+    Batch,
     Client,
     Method,
     Moment,
@@ -19,8 +20,8 @@ from fedobp.algorithms.local import LocalOnly
 from fedobp.errors import unknown
 
 __all__ = [
-    "METHODS", "Client", "Method", "Moment", "Option", "Program", "Record", "Sparse", "Start", "Tensors", "Train",
-    "method_class",
+    "METHODS", "Batch", "Client", "Method", "Moment", "Option", "Program", "Record", "Sparse", "Start", "Tensors",
+    "Train", "method_class",
 ]  # fmt: skip
 
 METHODS: dict[str, type[Method]] = {

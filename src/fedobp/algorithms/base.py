@@ -13,7 +13,7 @@ leaves it). By convention `server["theta"]` is the global model; entries that no
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -67,11 +67,40 @@ class Client:
         return replace(self, up={**self.up, **up})
 
 
+class Batch(NamedTuple):
+    """Samples of one step. A vectorised engine pads short batches, so every mean over samples must use `mean`."""
+
+    x: Tensor
+    y: Tensor
+    weight: Tensor  # 1 a sample, 0 padding
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean of one value a sample over the samples that are real."""
+        return (values * self.weight).sum() / self.weight.sum()
+
+
+Part = Literal["all", "head", "base"]
+Loss = Callable[[Model, Client, Batch], Tensor]
+
+
 @dataclass(frozen=True)
 class Train:
-    """Epochs of SGD on work["theta"] with cross-entropy; a last batch of a single sample is skipped."""
+    """Epochs of SGD on vectors in `work`; a last batch of a single sample is skipped.
+
+    The gradient is that of the loss, plus mu (theta - anchor) for `pull`, plus `drift`; weight decay and momentum
+    follow, and momentum starts anew with each phase. Entries outside `part` and `mask` do not move. Names refer to
+    `work`, names of numbers to `hp`. All but `learn` and `loss` concern learn[0]. A phase without `loss` is the fast
+    path: there, clients of different methods train together.
+    """
 
     epochs: int
+    learn: tuple[str, ...] = ("theta",)  # vectors that are trained together
+    part: Part = "all"  # entries of learn[0] that the layout knows
+    mask: str | None = None  # entries of learn[0] that are known at run time: a bool vector
+    pull: tuple[str, str] | None = None  # (anchor, the number mu): a proximal term
+    drift: str | None = None  # a vector added to the gradient: a correction term
+    loss: Loss | None = None  # None: the cross-entropy of learn[0]
+    lr: str = "lr"
 
 
 Program = Sequence[Train | Callable[[Model, Client], Client]]

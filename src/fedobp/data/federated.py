@@ -1,7 +1,8 @@
 """Client data as tensors: one resident array, each client's indices into it, and scaling on the fly."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from copy import copy
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -12,6 +13,20 @@ from fedobp.data.known import KNOWN
 from fedobp.data.partition import Shard
 
 Split = Literal["train", "val", "test"]
+_SPLITS: tuple[Split, ...] = ("train", "val", "test")
+
+
+class _Index:
+    """Which samples are whose: all clients' positions in one vector, client after client."""
+
+    def __init__(self, shards: Sequence[np.ndarray], device: torch.device) -> None:
+        self.sizes = [len(shard) for shard in shards]
+        ends = np.cumsum(self.sizes)
+        self.starts = [int(end) - size for end, size in zip(ends, self.sizes, strict=True)]
+        self.ids = torch.as_tensor(np.concatenate(shards).astype(np.int64)).to(device)
+
+    def __getitem__(self, client: int) -> Tensor:
+        return self.ids[self.starts[client] : self.starts[client] + self.sizes[client]]
 
 
 class FederatedData:
@@ -20,19 +35,25 @@ class FederatedData:
     def __init__(self, dataset: Dataset, shards: Sequence[Shard], device: torch.device, dtype: torch.dtype) -> None:
         x = torch.as_tensor(dataset.x)
         # Images become [N, C, H, W], tables stay [N, features]: the channel or feature axis is the second one.
-        self.x = (x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2) if x.ndim == 4 else x).to(device)
-        self.y = torch.as_tensor(dataset.y).to(device)
-        self.classes = dataset.classes
+        self.x = (x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2) if x.ndim == 4 else x).contiguous()
+        self.x, self.y = self.x.to(device), torch.as_tensor(dataset.y).to(device)
+        self.dtype, self.classes = dtype, dataset.classes
+        self._deal(dataset, shards)
+
+    def dealt_again(self, dataset: Dataset, shards: Sequence[Shard]) -> Self:
+        """Return the same samples under another partition; they lie in memory once."""
+        other = copy(self)
+        other._deal(dataset, shards)
+        return other
+
+    def _deal(self, dataset: Dataset, shards: Sequence[Shard]) -> None:
+        device = self.x.device
         self.clients = len(shards)
-        self.dtype = dtype
-        self._index = {
-            split: [torch.as_tensor(getattr(shard, split)).to(device) for shard in shards]
-            for split in ("train", "val", "test")
-        }
-        unit, mean, std = _scaling(dataset, shards)
+        self._index = {split: _Index([getattr(shard, split) for shard in shards], device) for split in _SPLITS}
+        self.unit, mean, std = _scaling(dataset, shards)
         axes = (1, -1, *[1] * (self.x.ndim - 2))
-        self._unit, self._labels = unit, dataset.labels
-        self._mean, self._std = (torch.as_tensor(v, dtype=dtype, device=device).reshape(axes) for v in (mean, std))
+        self._labels = dataset.labels
+        self.mean, self.std = (torch.as_tensor(v, dtype=self.dtype, device=device).reshape(axes) for v in (mean, std))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,16 +62,28 @@ class FederatedData:
 
     def about(self) -> dict[str, Any]:
         """Return what a saved model needs to be used elsewhere: its inputs are (x / unit - mean) / std."""
-        scaling = {"unit": self._unit, "mean": self._mean.flatten().tolist(), "std": self._std.flatten().tolist()}
+        scaling = {"unit": self.unit, "mean": self.mean.flatten().tolist(), "std": self.std.flatten().tolist()}
         return {"input_shape": self.shape, "labels": self._labels.tolist(), "scaling": scaling}
 
     def size(self, client: int, split: Split) -> int:
         """How many samples a client has."""
-        return len(self._index[split][client])
+        return self._index[split].sizes[client]
+
+    def ids(self, clients: Tensor, positions: Tensor, split: Split) -> Tensor:
+        """Return which samples the clients' positions are; `positions` has a leading axis of clients."""
+        index = self._index[split]
+        starts = torch.tensor([index.starts[client] for client in clients.tolist()], device=positions.device)
+        # Positions beyond a client's last sample are padding: any sample will do.
+        at = starts.reshape(-1, *[1] * (positions.ndim - 1)) + positions
+        return index.ids[at.clamp_(max=max(0, len(index.ids) - 1))] if len(index.ids) else torch.zeros_like(positions)
+
+    def samples(self, ids: Tensor) -> Tensor:
+        """Return samples' scaled inputs."""
+        return ((self.x[ids].to(self.dtype) / self.unit) - self.mean) / self.std
 
     def inputs(self, client: int, split: Split) -> Tensor:
         """Return a client's scaled inputs."""
-        return ((self.x[self._index[split][client]].to(self.dtype) / self._unit) - self._mean) / self._std
+        return self.samples(self._index[split][client])
 
     def targets(self, client: int, split: Split) -> Tensor:
         """Return a client's labels."""

@@ -1,11 +1,35 @@
 """The seam between the round loop and whatever runs the clients."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from fedobp.algorithms import Moment, Program, Record, Tensors
-from fedobp.data import Split
+from fedobp.data import FederatedData, Split
+from fedobp.engine.store import Budget, Store
+from fedobp.errors import FedobpError
+
+
+class Population:
+    """The clients of one run: their data, their own state, their last local models, and the seed of their draws."""
+
+    def __init__(self, data: FederatedData, own: Tensors, theta: Tensor, seed: int, budget: Budget) -> None:
+        self.data, self.seed = data, seed
+        self.own = Store(own, data.clients, budget)
+        self.last = Store({"theta": theta}, data.clients, budget)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one run asks of a cohort. Tensors have a leading axis, in the order of `now.cohort`."""
+
+    people: Population
+    now: Moment
+    program: Program
+    down: Record
+    hp: Mapping[str, float]
 
 
 class Trained(NamedTuple):
@@ -13,20 +37,52 @@ class Trained(NamedTuple):
 
     up: Record  # the uploads, with a leading axis of clients
     n: Tensor  # training samples of each client
-    loss: list[float | None]  # mean over each client's batches; None where it had none
+    loss: Tensor  # mean over each client's batches; NaN where it had none
+    finite: Tensor  # whether each client's weights and loss still are
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What was computed: lane-steps, the batch slots of all steps, and the real samples in them."""
+
+    steps: int = 0
+    slots: int = 0
+    samples: int = 0
+
+    def __add__(self, other: "Counters") -> "Counters":
+        return Counters(self.steps + other.steps, self.slots + other.slots, self.samples + other.samples)
+
+    def __sub__(self, other: "Counters") -> "Counters":
+        return Counters(self.steps - other.steps, self.slots - other.slots, self.samples - other.samples)
+
+    @property
+    def occupancy(self) -> float:
+        """The share of computed slots that held a sample; the rest is padding."""
+        return self.samples / self.slots if self.slots else 1.0
 
 
 class Engine(Protocol):
-    """What the round loop asks of the clients. Tensors have a leading axis, in the order of `now.cohort`."""
+    """What the round loop asks of the clients."""
 
-    def train(self, now: Moment, program: Program, down: Record, hp: Tensors) -> Trained:
-        """Run a local program on every client of the cohort, and keep what each remembers."""
+    counters: Counters
 
-    def serve(self, now: Moment, program: Program, down: Record, hp: Tensors) -> Tensors:
-        """Run a serving program on every client of the cohort; return the models `theta` and their `mine` masks."""
+    def train(self, tasks: Sequence[Task]) -> list[Trained]:
+        """Run the local programs of several runs on their cohorts, and keep what each client remembers."""
 
-    def last(self, now: Moment, otherwise: Tensor) -> Tensor:
+    def serve(self, task: Task) -> Tensors:
+        """Run a serving program on a cohort; return the models `theta` and their `mine` masks."""
+
+    def last(self, task: Task, otherwise: Tensor) -> Tensor:
         """Return each client's last local model, and `otherwise` for a client that has never trained."""
 
-    def predict(self, now: Moment, theta: Tensor, split: Split) -> list[Tensor]:
-        """Return the labels that each client's model gives to its samples."""
+    def predict(self, task: Task, theta: Tensor, split: Split) -> list[Tensor]:
+        """Return the labels that each client's model gives to its samples, on the CPU."""
+
+
+def diverged(now: Moment, finite: Tensor, lr: float) -> FedobpError:
+    """Return what to say when clients' weights are no longer numbers; `finite` is False for those."""
+    client = int(now.cohort[~finite.cpu()][0])
+    return FedobpError(
+        f"round {now.round}, client {client}: the loss or the weights are no longer finite; use a smaller --lr "
+        f"(it is {lr:g})"
+    )

@@ -1,9 +1,14 @@
 """Which samples a client sees when: keyed, so that every engine and every node draws the same batches."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from fedobp.keys import permutation
+from fedobp.keys import fold, permutation
+
+_LAST = 2**63 - 1
 
 
 def batches(key: Tensor, n: int, size: int, device: torch.device | None = None) -> list[Tensor]:
@@ -12,3 +17,46 @@ def batches(key: Tensor, n: int, size: int, device: torch.device | None = None) 
     A batch of a single sample is left out, as the reference implementation does.
     """
     return [batch for batch in permutation(key, n).to(device).split(size) if len(batch) > 1]
+
+
+def batches_of(n: int, size: int) -> int:
+    """Return how many batches `batches` makes of n samples."""
+    return n // size + (n % size > 1)
+
+
+class Orders(NamedTuple):
+    """All steps of several clients: `positions` [clients, steps, size] in their shards, of which `counts` are real."""
+
+    positions: Tensor
+    counts: Tensor
+
+
+def orders(keys: Tensor, n: Sequence[int], epochs: Sequence[int], size: int) -> Orders:
+    """Return the batches of several clients at once: for each, those of `batches` epoch by epoch.
+
+    `keys` has an epoch's key still to be folded in. A client with fewer steps has batches without samples at its end.
+    """
+    device, most = keys.device, max(n)
+    per_epoch = [batches_of(one, size) for one in n]
+    widest, longest = max(per_epoch), max(epochs)
+    steps = max(one * times for one, times in zip(per_epoch, epochs, strict=True))
+    if not steps:
+        return Orders(torch.zeros(len(n), 0, size, dtype=torch.int64, device=device),
+                      torch.zeros(len(n), 0, dtype=torch.int64, device=device))  # fmt: skip
+    have, rows, times = (torch.tensor(values, device=device)[:, None] for values in (n, per_epoch, epochs))
+    hashes = fold(keys[:, None], torch.arange(longest, device=device))
+    hashes = fold(hashes[..., None], torch.arange(most, device=device))
+    # Those beyond a client's last sample come last: the sort is stable, so a sample whose hash is the largest number
+    # of all still comes before them.
+    hashes.masked_fill_(torch.arange(most, device=device) >= have[..., None], _LAST)
+    shuffled = hashes.argsort(dim=-1, stable=True)
+    if most < widest * size:
+        shuffled = torch.nn.functional.pad(shuffled, (0, widest * size - most))
+    table = shuffled[..., : widest * size].reshape(len(n), longest * widest, size)
+    step = torch.arange(steps, device=device)
+    epoch, batch = step // rows.clamp(min=1), step % rows.clamp(min=1)
+    real = (epoch < times) & (rows > 0)
+    chosen = torch.where(real, epoch * widest + batch, 0)
+    positions = table.gather(1, chosen[..., None].expand(-1, -1, size))
+    counts = torch.where(real, (have - batch * size).clamp(max=size), 0)
+    return Orders(positions, counts)

@@ -1,71 +1,56 @@
 """The serial engine: one client after another, an ordinary module and `torch.optim.SGD`. Slow, obvious, the oracle."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedobp.algorithms import Client, Moment, Program, Record, Sparse, Tensors, Train
-from fedobp.data import FederatedData, Split
-from fedobp.engine.interface import Trained
+from fedobp.algorithms import Batch, Client, Record, Sparse, Tensors, Train
+from fedobp.data import Split
+from fedobp.engine.arithmetic import Precision, serial_threads, steady
+from fedobp.engine.interface import Counters, Task, Trained
 from fedobp.engine.schedule import batches
-from fedobp.engine.store import Store
-from fedobp.errors import FedobpError
 from fedobp.keys import Purpose, fold
 from fedobp.models import Model
 
 _TEST_BATCH = 1024
-_SMALL = 200_000  # parameters
-
-
-@contextmanager
-def steady(model: Model) -> Iterator[None]:
-    """Compute so that the same input gives the same bits, and so that small models do not wait for threads.
-
-    A small model's step is over before a second thread is awake: alone on the machine that thread gains next to
-    nothing, and beside other programs it costs several times the step.
-    """
-    threads = torch.get_num_threads()
-    if model.layout.size < _SMALL:
-        torch.set_num_threads(1)
-    try:
-        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
-            yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 class Serial:
-    """Runs a cohort in its sampled order; holds every client's data and own state."""
+    """Runs a cohort in its sampled order."""
 
-    def __init__(self, model: Model, data: FederatedData, own: Tensors, theta: Tensor, seed: int, batch: int) -> None:
-        self._model, self._data, self._seed, self._batch = model, data, seed, batch
-        self._module = model.module(theta)
-        self._own = Store(own)
-        self._last: dict[int, Tensor] = {}
+    def __init__(self, model: Model, batch: int, precision: Precision = "fp32") -> None:
+        self._model, self._batch, self._precision = model, batch, precision
+        self._threads = serial_threads(model)
+        self.counters = Counters()
+        self._modules: dict[tuple[torch.device, torch.dtype], nn.Module] = {}
 
-    def train(self, now: Moment, program: Program, down: Record, hp: Tensors) -> Trained:
-        """Run a local program on every client of the cohort, and keep what each remembers."""
+    def train(self, tasks: Sequence[Task]) -> list[Trained]:
+        """Run local programs, run after run and client after client, and keep what each client remembers."""
+        return [self._train(task) for task in tasks]
+
+    def _train(self, task: Task) -> Trained:
         uploads: list[Record] = []
-        losses: list[float | None] = []
-        cohort = now.cohort.tolist()
+        losses: list[Tensor] = []
+        finite: list[Tensor] = []
+        people, cohort = task.people, task.now.cohort.tolist()
         for position, client in enumerate(cohort):
-            done, loss = self._run(now, client, Purpose.TRAIN, program, _at(down, position), hp)
-            self._own[client] = done.own
-            self._last[client] = done.theta
+            done, loss = self._run(task, client, position, Purpose.TRAIN)
+            people.own[client] = done.own
+            people.last[client] = {"theta": done.theta}
             uploads.append(done.up)
             losses.append(loss)
-        n = torch.tensor([self._data.size(client, "train") for client in cohort], device=hp["lr"].device)
-        return Trained(_stack(uploads), n, losses)
+            finite.append(done.theta.isfinite().all() & ~loss.isinf())
+        n = torch.tensor([people.data.size(client, "train") for client in cohort], device=people.data.x.device)
+        return Trained(_stack(uploads), n, torch.stack(losses), torch.stack(finite))
 
-    def serve(self, now: Moment, program: Program, down: Record, hp: Tensors) -> Tensors:
+    def serve(self, task: Task) -> Tensors:
         """Run a serving program on every client of the cohort; what it remembers is dropped."""
         work = [
-            self._run(now, client, Purpose.SERVE, program, _at(down, position), hp)[0].work
-            for position, client in enumerate(now.cohort.tolist())
+            self._run(task, client, position, Purpose.SERVE)[0].work
+            for position, client in enumerate(task.now.cohort.tolist())
         ]
         nothing = torch.zeros_like(work[0]["theta"], dtype=torch.bool)
         return {
@@ -73,84 +58,144 @@ class Serial:
             "mine": torch.stack([one.get("mine", nothing) for one in work]),
         }
 
-    def last(self, now: Moment, otherwise: Tensor) -> Tensor:
+    def last(self, task: Task, otherwise: Tensor) -> Tensor:
         """Return each client's last local model, and `otherwise` for a client that has never trained."""
-        return torch.stack([self._last.get(client, otherwise) for client in now.cohort.tolist()])
+        return last_models(task, otherwise)
 
-    def predict(self, now: Moment, theta: Tensor, split: Split) -> list[Tensor]:
-        """Return the labels that each client's model gives to its samples."""
+    def predict(self, task: Task, theta: Tensor, split: Split) -> list[Tensor]:
+        """Return the labels that each client's model gives to its samples, on the CPU."""
         found = []
-        self._module.eval()
-        with torch.no_grad(), steady(self._model):
-            for client, vector in zip(now.cohort.tolist(), theta, strict=True):
-                self._model.load(self._module, vector)
-                parts = self._data.inputs(client, split).split(_TEST_BATCH)
-                found.append(torch.cat([self._module(part).argmax(dim=1) for part in parts]))
+        module = self._module(theta).eval()
+        with torch.no_grad(), steady(self._precision, self._threads), self._autocast(theta):
+            for client, vector in zip(task.now.cohort.tolist(), theta, strict=True):
+                self._model.load(module, vector)
+                parts = task.people.data.inputs(client, split).split(_TEST_BATCH)
+                found.append(torch.cat([module(part).argmax(dim=1) for part in parts]).cpu())
         return found
 
-    def _run(
-        self, now: Moment, client: int, purpose: Purpose, program: Program, down: Record, hp: Tensors
-    ) -> tuple[Client, float | None]:
+    def _run(self, task: Task, client: int, position: int, purpose: Purpose) -> tuple[Client, Tensor]:
         """Run one client's program: this is also all that a remote node does."""
-        state = Client(own=self._own[client], down=down, work={}, up={}, hp=hp)
-        key = fold(self._seed, now.round, client, purpose)
-        loss = None
-        for phase, item in enumerate(program):
+        people, like = task.people, task.people.data.mean
+        hp = {name: like.new_tensor(value) for name, value in task.hp.items()}
+        state = Client(own=people.own[client], down=_at(task.down, position), work={}, up={}, hp=hp)
+        key = fold(people.seed, task.now.round, client, purpose)
+        loss = like.new_tensor(math.nan)
+        for phase, item in enumerate(task.program):
             if isinstance(item, Train):
-                x, y = self._data.inputs(client, "train"), self._data.targets(client, "train")
-                theta, loss = sgd(self._model, self._module, state, item, x, y, fold(key, phase), self._batch)
-                if not (math.isfinite(loss or 0.0) and bool(theta.isfinite().all())):
-                    raise FedobpError(
-                        f"round {now.round}, client {client}: the loss or the weights are no longer finite; use a "
-                        f"smaller --lr (it is {float(hp['lr']):g})"
-                    )
-                state = state.set(theta=theta)
+                x, y = people.data.inputs(client, "train"), people.data.targets(client, "train")
+                data = (
+                    Batch(x[picked], y[picked], x.new_ones(len(picked)))
+                    for epoch in range(item.epochs)
+                    for picked in batches(fold(key, phase, epoch), len(y), self._batch, y.device)
+                )
+                with steady(self._precision, self._threads), self._autocast(like):
+                    state, losses = sgd(self._model, self._module(like), state, item, data)
+                loss = torch.stack(losses).mean() if losses else loss
+                seen = item.epochs * (len(y) - (len(y) % self._batch == 1))
+                self.counters += Counters(len(losses), seen, seen)
             else:
                 state = item(self._model, state)
         return state, loss
 
+    def _module(self, like: Tensor) -> nn.Module:
+        """Return the module that plays every client in turn, on the device and in the type of a tensor."""
+        where = (like.device, like.dtype)
+        if where not in self._modules:
+            self._modules[where] = self._model.module().to(*where)
+        return self._modules[where]
+
+    def _autocast(self, like: Tensor) -> torch.autocast:
+        return torch.autocast(like.device.type, torch.bfloat16, enabled=self._precision == "bf16")
+
 
 def sgd(
-    model: Model, module: nn.Module, client: Client, phase: Train, x: Tensor, y: Tensor, key: Tensor, batch: int
-) -> tuple[Tensor, float | None]:
-    """Eq. 10: train the client's theta in an ordinary module; return it with the mean loss over its batches."""
-    model.load(module, client.theta)
+    model: Model, module: nn.Module, client: Client, phase: Train, data: Iterable[Batch]
+) -> tuple[Client, list[Tensor]]:
+    """Eq. 10 and its relatives: train in an ordinary module, or, with a loss of its own, the client's vectors.
+
+    Returns the client with its trained vectors, and the loss of each batch.
+    """
+    work, hp, first = client.work, client.hp, phase.learn[0]
+    model.load(module, work[first])
     module.train()
-    lr, momentum, weight_decay = (float(client.hp[name]) for name in ("lr", "momentum", "weight_decay"))
-    optimizer = torch.optim.SGD(module.parameters(), lr, momentum, weight_decay=weight_decay)
+    vectors = {name: work[name].clone().requires_grad_() for name in phase.learn}
+    learned = list(module.parameters()) if phase.loss is None else list(vectors.values())
+    rates = float(hp[phase.lr]), float(hp["momentum"])
+    optimizer = torch.optim.SGD(learned, *rates, weight_decay=float(hp["weight_decay"]))
+    plain = phase.part == "all" and (phase.mask, phase.pull, phase.drift) == (None, None, None)
     losses = []
-    with steady(model):
-        for epoch in range(phase.epochs):
-            for picked in batches(fold(key, epoch), len(y), batch, y.device):
-                optimizer.zero_grad()
-                loss = functional.cross_entropy(module(x[picked]), y[picked])
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.detach())
-    return model.read(module), float(torch.stack(losses).mean()) if losses else None
+    for batch in data:
+        optimizer.zero_grad()
+        if phase.loss is None:
+            loss = functional.cross_entropy(module(batch.x), batch.y)
+        else:
+            loss = phase.loss(model, client.set(**vectors), batch)
+        loss.backward()
+        losses.append(loss.detach())
+        if plain:
+            optimizer.step()
+        else:
+            _special_step(model, client, phase, learned if phase.loss is None else learned[:1], optimizer)
+    if phase.loss is None:
+        return client.set(**{first: model.read(module)}), losses
+    return client.set(**{name: vector.detach() for name, vector in vectors.items()}), losses
+
+
+@torch.no_grad()
+def _special_step(
+    model: Model, client: Client, phase: Train, pieces: Sequence[Tensor], optimizer: torch.optim.Optimizer
+) -> None:
+    """Take a step with a pull or a drift, and put back what may not move. `pieces` make up the first vector."""
+    before = torch.cat([piece.flatten() for piece in pieces])
+    push = torch.zeros_like(before)
+    if phase.pull is not None:
+        anchor, mu = phase.pull
+        push += client.hp[mu] * (before - client.work[anchor])
+    if phase.drift is not None:
+        push += client.work[phase.drift]
+    moving = torch.ones_like(before, dtype=torch.bool)
+    if phase.part != "all":
+        moving &= model.layout.is_head(before.device) == (phase.part == "head")
+    if phase.mask is not None:
+        moving &= client.work[phase.mask]
+    sizes = [piece.numel() for piece in pieces]
+    for piece, part in zip(pieces, push.split(sizes), strict=True):
+        piece.grad = part.view_as(piece) if piece.grad is None else piece.grad + part.view_as(piece)
+    optimizer.step()
+    for piece, old, free in zip(pieces, before.split(sizes), moving.split(sizes), strict=True):
+        piece.copy_(torch.where(free.view_as(piece), piece, old.view_as(piece)))
+
+
+def last_models(task: Task, otherwise: Tensor) -> Tensor:
+    """Return each client's last local model, and `otherwise` for a client that has never trained."""
+    last = task.people.last
+    return torch.stack([last[client]["theta"] if client in last else otherwise for client in task.now.cohort.tolist()])
+
+
+def poisoned(value: Tensor | Sparse) -> Tensor | Sparse:
+    """Return what arrives at the other end of a wire: NaN in what is not sent."""
+    if isinstance(value, Sparse):
+        return Sparse(value.values.masked_fill(~value.keep, math.nan), value.keep)
+    return value
 
 
 def _at(record: Record, position: int) -> Record:
-    """Return one client's part of a cohort's record, with NaN in what does not cross the wire."""
+    """Return one client's part of a cohort's record."""
     return {
-        name: _poisoned(Sparse(value.values[position], value.keep[position]))
+        name: poisoned(Sparse(value.values[position], value.keep[position]))
         if isinstance(value, Sparse)
         else value[position]
         for name, value in record.items()
     }
 
 
-def _poisoned(value: Sparse) -> Sparse:
-    return Sparse(value.values.masked_fill(~value.keep, math.nan), value.keep)
-
-
 def _stack(records: list[Record]) -> Record:
-    """Return clients' records as the cohort's, with NaN in what does not cross the wire."""
+    """Return clients' records as the cohort's."""
     stacked: Record = {}
     for name, first in records[0].items():
-        values = [record[name] for record in records]
+        values = [poisoned(record[name]) for record in records]
         if isinstance(first, Sparse):
-            pairs = [_poisoned(value) for value in values if isinstance(value, Sparse)]
+            pairs = [value for value in values if isinstance(value, Sparse)]
             stacked[name] = Sparse(torch.stack([p.values for p in pairs]), torch.stack([p.keep for p in pairs]))
         else:
             stacked[name] = torch.stack([value for value in values if isinstance(value, Tensor)])

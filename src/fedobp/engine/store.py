@@ -1,24 +1,93 @@
-"""One record per client; a client that was never written has the common start record and costs nothing."""
+"""One record per client: in memory, and beyond a budget in a memory-mapped file.
 
+A client that was never written has the common start record and costs nothing, so a federation's size costs nothing
+either: only those who were ever selected take room.
+"""
+
+import os
+import tempfile
 from collections.abc import Iterable
+from math import prod
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from fedobp.algorithms import Tensors
+from fedobp.errors import FedobpError
+
+
+class Budget:
+    """Bytes of memory that several stores share; without a number there is no bound."""
+
+    def __init__(self, size: float = float("inf")) -> None:
+        self._left = size
+
+    def take(self, size: int) -> bool:
+        """Reserve memory, or say that there is too little left."""
+        if size > self._left:
+            return False
+        self._left -= size
+        return True
+
+
+class _Mapped:
+    """One field of the clients that memory has no room for: a file that is gone when the process is."""
+
+    def __init__(self, like: Tensor, clients: int) -> None:
+        self._like = like
+        self._bytes = like.numel() * like.element_size()
+        self._file = tempfile.TemporaryFile(prefix="fedobp-clients-")  # noqa: SIM115 (open as long as the store)
+        self._file.truncate(clients * self._bytes)  # a sparse file: untouched clients take no room on the disk
+        shape = (clients, self._bytes)
+        self._map = np.memmap(self._file, dtype=np.uint8, mode="r", shape=shape) if prod(shape) else None
+
+    def read(self, client: int) -> Tensor:
+        if self._map is None:
+            return self._like
+        data = torch.frombuffer(bytearray(self._map[client]), dtype=self._like.dtype)
+        return data.reshape(self._like.shape).to(self._like.device)
+
+    def write(self, client: int, value: Tensor) -> None:
+        # Written through the file and not the mapping: a full disk is then an error and not a crash.
+        data = value.detach().cpu().contiguous().numpy().reshape(-1).view(np.uint8)
+        try:
+            os.pwrite(self._file.fileno(), data.tobytes(), client * self._bytes)
+        except OSError as error:
+            raise FedobpError(
+                f"cannot keep client {client}'s state in {tempfile.gettempdir()} ({error.strerror}): free some space, "
+                f"set TMPDIR to a larger disk, or allow more memory with --store-memory"
+            ) from error
 
 
 class Store:
-    """Client records by id."""
+    """Client records by id. Every record has the fields, shapes and types of the start record."""
 
-    def __init__(self, start: Tensors) -> None:
-        self._start = start
+    def __init__(self, start: Tensors, clients: int, budget: Budget) -> None:
+        self._start, self._clients, self._budget = start, clients, budget
         self._kept: dict[int, Tensors] = {}
+        self._spilled: set[int] = set()
+        self._mapped: dict[str, _Mapped] = {}
+        self._size = sum(value.numel() * value.element_size() for value in start.values())
+
+    def __contains__(self, client: int) -> bool:
+        return client in self._kept or client in self._spilled
 
     def __getitem__(self, client: int) -> Tensors:
+        if client in self._spilled:
+            return {name: field.read(client) for name, field in self._mapped.items()}
         return self._kept.get(client, self._start)
 
     def __setitem__(self, client: int, record: Tensors) -> None:
-        self._kept[client] = record
+        """Write a record. It is copied: a slice of a cohort's stack would keep the whole stack in memory."""
+        if client not in self._kept and (client in self._spilled or not self._budget.take(self._size)):
+            self._spilled.add(client)
+            if not self._mapped:
+                self._mapped = {name: _Mapped(value, self._clients) for name, value in self._start.items()}
+            for name, field in self._mapped.items():
+                field.write(client, record[name])
+        else:
+            self._kept[client] = {name: record[name].clone() for name in self._start}
 
     def gather(self, clients: Iterable[int]) -> Tensors:
         """Return the records of several clients, stacked."""
@@ -26,6 +95,6 @@ class Store:
         return {name: torch.stack([record[name] for record in records]) for name in self._start}
 
     def scatter(self, clients: Iterable[int], rows: Tensors) -> None:
-        """Write stacked records back. Each is copied, so that it does not hold the whole stack in memory."""
+        """Write stacked records back."""
         for position, client in enumerate(clients):
-            self[client] = {name: values[position].clone() for name, values in rows.items()}
+            self[client] = {name: rows[name][position] for name in self._start}

@@ -1,9 +1,13 @@
 """Models: ordinary modules, each seen by the rest of the library as one flat vector with a layout."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fedobp.errors import FedobpError, unknown
 from fedobp.models.layout import Layout
@@ -21,6 +25,7 @@ class Model:
         self.name, self.shape, self.classes = name, tuple(shape), classes
         module = self._build(seed=0)
         self._check(module)
+        self.structure, self._threads = module, threading.local()
         tensors = dict(module.named_parameters())
         self.layout = Layout(tuple(tensors), tuple(tuple(tensor.shape) for tensor in tensors.values()))
 
@@ -56,6 +61,17 @@ class Model:
             module.to(device=theta.device, dtype=theta.dtype)
             self.load(module, theta)
         return module
+
+    def logits(self, theta: Tensor, x: Tensor) -> Tensor:
+        """Return the outputs of the network whose parameters are `theta`: a pure function, for custom losses."""
+        return self.apply(self.layout.views(theta), x)
+
+    def apply(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Return the outputs of the network with the given parameters, by name."""
+        # torch lends the parameters to a module while it runs: each thread needs one of its own.
+        if not hasattr(self._threads, "module"):
+            self._threads.module = deepcopy(self.structure)
+        return cast(Tensor, functional_call(self._threads.module, dict(tensors), (x,)))
 
     def load(self, module: nn.Module, theta: Tensor) -> None:
         """Copy a vector's values into a module's parameters."""

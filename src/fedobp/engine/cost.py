@@ -1,0 +1,44 @@
+"""What a client's step takes, counted and not assumed: operations by torch's own counter, memory by what is saved."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedobp.engine.stack import Forward
+from fedobp.models import Model
+
+
+class Cost(NamedTuple):
+    """One client's step."""
+
+    flops: float  # multiplications and additions of matrix products and convolutions, forward and backward
+    fixed_bytes: float  # weights, gradients and what else has the model's size
+    batch_bytes: float  # activations
+
+
+def cost(model: Model, forward: Forward, batch: int, dtype: torch.dtype) -> Cost:
+    """Take one step of one lane on zeros, and count."""
+    tensors = {
+        name: torch.zeros(1, *shape, dtype=dtype, requires_grad=True)
+        for name, shape in zip(model.layout.names, model.layout.shapes, strict=True)
+    }
+    x = torch.zeros(1, batch, *model.shape, dtype=dtype)
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    counter = FlopCounterMode(display=False)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), counter:
+        logits = forward(tensors, x)
+        loss = functional.cross_entropy(logits.flatten(0, 1), torch.zeros(batch, dtype=torch.int64))
+        torch.autograd.grad(loss, list(tensors.values()))
+    itemsize = loss.element_size()
+    # Model-sized: weights, gradients, momentum, and a mask or anchor. Activations: what is saved, and as much again
+    # for their gradients.
+    return Cost(counter.get_total_flops(), 4.0 * itemsize * model.layout.size, 2.0 * sum(saved.values()))

@@ -1,0 +1,396 @@
+"""The lanes engine: all clients of a round, and of all runs of a launch, train at once.
+
+A lane is one (run, client) pair with its own weights, data order and state. Lanes are sorted by their number of steps;
+a step advances those that still have one, so the active set is a prefix that shrinks and a finished lane is not
+touched. Programs are walked side by side: plain functions are vectorised over a cohort, and wherever several runs
+stand at a phase of one kind, their lanes train together.
+
+On the CPU lanes are dealt out to stacks of a size that suits the model, and every core works on stacks of its own with
+one thread: a large model's lane is a stack by itself, small ones go by the dozen. On CUDA all lanes that fit in memory
+are one stack, and its steps are replayed from graphs.
+"""
+
+import math
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+
+from fedobp.algorithms import Batch, Client, Record, Tensors, Train
+from fedobp.data import Split
+from fedobp.engine.arithmetic import Precision, steady
+from fedobp.engine.cost import Cost, cost
+from fedobp.engine.fit import Rule, Stack, active, descend, move
+from fedobp.engine.graphs import Graphs
+from fedobp.engine.interface import Counters, Task, Trained
+from fedobp.engine.schedule import batches_of, orders
+from fedobp.engine.serial import last_models, poisoned
+from fedobp.engine.stack import Columns, Forward, Grouped, stacked
+from fedobp.keys import Purpose, fold
+from fedobp.models import Model
+
+_STACK_WORK = 5e8  # floating-point operations of a CPU stack's step: larger stacks gain nothing
+_STACK_LANES = 32
+_TEST_BATCH = 256
+
+T = TypeVar("T")
+Walk = Generator["_Phase", tuple[Tensors, Tensor], tuple[Client, Tensor]]
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """A `Train` at which one run's cohort stands."""
+
+    task: Task
+    item: Train
+    client: Client  # with a leading axis
+    keys: Tensor  # one a client; the epoch is not yet in it
+
+    @property
+    def kind(self) -> Hashable:
+        """Phases of one kind train together. What differs from lane to lane is not in it: numbers, epochs, data."""
+        item, client = self.item, self.client
+        options = (self.task.people.data.x.data_ptr(), item.part, item.mask is None, item.pull is None,
+                   item.drift is None)  # fmt: skip
+        if item.loss is None:
+            return options
+        # A loss may look at everything that a client has, so there all of it must have the same names and shapes.
+        homes: dict[str, Mapping[str, Any]] = {"own": client.own, "down": client.down, "work": client.work}
+        seen = [(home, name, _shape(value)) for home, record in homes.items() for name, value in record.items()]
+        return (*options, replace(item, epochs=0), tuple(client.hp), tuple(seen))
+
+
+def _shape(value: Any) -> Hashable:
+    return tuple(value.shape[1:]) if isinstance(value, Tensor) else ("sparse", *value.keep.shape[1:])
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """One client in a phase; `row` is its place in the cohort."""
+
+    phase: _Phase
+    row: int
+    client: int
+    n: int
+    steps: int
+
+
+class Lanes:
+    """Runs cohorts side by side. `memory` bounds, in bytes, what the lanes that train at one time may take."""
+
+    def __init__(self, model: Model, batch: int, precision: Precision = "fp32", memory: float = math.inf) -> None:
+        self._model, self._batch, self._precision, self._memory = model, batch, precision, memory
+        self._low = precision == "bf16"
+        self._forms: dict[str, Forward] = {"cpu": stacked(model, Grouped), "cuda": stacked(model, Columns)}
+        self._graphs = Graphs(model.layout, self._forms["cuda"], self._low)
+        self._workers = torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(self._workers, "fedobp-lanes")
+        self._costs: dict[torch.dtype, Cost] = {}
+        self.counters = Counters()
+
+    def train(self, tasks: Sequence[Task]) -> list[Trained]:
+        """Run the local programs of several runs on their cohorts, and keep what each client remembers."""
+        answers = []
+        for task, (done, loss) in zip(tasks, self._run(tasks, Purpose.TRAIN), strict=True):
+            people, cohort, theta = task.people, task.now.cohort.tolist(), done.theta
+            people.own.scatter(cohort, done.own)
+            people.last.scatter(cohort, {"theta": theta})
+            n = torch.tensor([people.data.size(client, "train") for client in cohort], device=theta.device)
+            finite = theta.isfinite().all(dim=1) & ~loss.isinf()
+            answers.append(Trained({name: poisoned(value) for name, value in done.up.items()}, n, loss, finite))
+        return answers
+
+    def serve(self, task: Task) -> Tensors:
+        """Run a serving program on a cohort; what it remembers is dropped."""
+        [(done, _)] = self._run([task], Purpose.SERVE)
+        nothing = torch.zeros_like(done.theta, dtype=torch.bool)
+        return {"theta": done.theta, "mine": done.work.get("mine", nothing)}
+
+    def last(self, task: Task, otherwise: Tensor) -> Tensor:
+        """Return each client's last local model, and `otherwise` for a client that has never trained."""
+        return last_models(task, otherwise)
+
+    def predict(self, task: Task, theta: Tensor, split: Split) -> list[Tensor]:
+        """Return the labels that each client's model gives to its samples, on the CPU."""
+        data, clients, device = task.people.data, task.now.cohort, theta.device
+        sizes = [data.size(client, split) for client in clients.tolist()]
+        found = torch.zeros(len(sizes), max(sizes), dtype=torch.int64, device=device)
+
+        @torch.no_grad()
+        def test(rows: Sequence[int]) -> None:
+            chosen = torch.tensor(rows)
+            tensors = self._model.layout.views(theta[chosen.to(device)])
+            longest = sizes[rows[0]]
+            for start in range(0, longest, _TEST_BATCH):
+                width = min(_TEST_BATCH, longest - start)
+                lanes = sum(sizes[row] > start for row in rows)
+                positions = torch.arange(start, start + width, device=device).expand(lanes, -1)
+                ids = data.ids(clients[chosen[:lanes]], positions, split)
+                x = data.samples(ids.flatten()).unflatten(0, ids.shape)
+                logits = self._logits({name: tensor[:lanes] for name, tensor in tensors.items()}, x)
+                found[chosen[:lanes].to(device), start : start + width] = logits.argmax(dim=2)
+
+        longest_first = sorted(range(len(sizes)), key=lambda row: -sizes[row])
+        self._work(test, self._dealt(longest_first, theta, _TEST_BATCH), device)
+        labels = found.cpu()
+        return [labels[row, :size] for row, size in enumerate(sizes)]
+
+    def _logits(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        if self._low:
+            x, tensors = x.bfloat16(), {name: tensor.bfloat16() for name, tensor in tensors.items()}
+        return self._forms[x.device.type](tensors, x)
+
+    # Programs.
+
+    def _run(self, tasks: Sequence[Task], purpose: Purpose) -> list[tuple[Client, Tensor]]:
+        """Walk all programs side by side; those that wait at phases of one kind train together."""
+        walks = [self._walk(task, purpose) for task in tasks]
+        done: dict[int, tuple[Client, Tensor]] = {}
+        waiting: dict[int, _Phase] = {}
+
+        def go_on(at: int, answer: tuple[Tensors, Tensor] | None) -> None:
+            try:
+                waiting[at] = next(walks[at]) if answer is None else walks[at].send(answer)
+            except StopIteration as end:
+                done[at] = end.value
+
+        for at in range(len(tasks)):
+            go_on(at, None)
+        while waiting:
+            kind = next(iter(waiting.values())).kind
+            together = [at for at, phase in waiting.items() if phase.kind == kind]
+            phases = [waiting.pop(at) for at in together]
+            for at, answer in zip(together, self._fit(phases), strict=True):
+                go_on(at, answer)
+        return [done[at] for at in range(len(tasks))]
+
+    def _walk(self, task: Task, purpose: Purpose) -> Walk:
+        """Run one program on its cohort; stop at every `Train`, whose trained vectors and losses are sent in."""
+        people, like, cohort = task.people, task.people.data.mean, task.now.cohort
+        keys = fold(people.seed, task.now.round, cohort, purpose)
+        loss = like.new_full((len(cohort),), math.nan)
+        client = Client(
+            own=people.own.gather(cohort.tolist()),
+            down={name: poisoned(value) for name, value in task.down.items()},
+            work={},
+            up={},
+            hp={name: like.new_full((len(cohort),), value) for name, value in task.hp.items()},
+        )
+        for at, item in enumerate(task.program):
+            if isinstance(item, Train):
+                trained, loss = yield _Phase(task, item, client, fold(keys, at))
+                client = client.set(**trained)
+            else:
+                client = self._vectorised(item, client)
+        return client, loss
+
+    def _vectorised(self, function: Callable[[Model, Client], Client], client: Client) -> Client:
+        """Call a function of one client on all of them."""
+
+        def one(own: Tensors, down: Record, work: Tensors, up: Record, hp: Tensors) -> Any:
+            after = function(self._model, Client(own, down, work, up, hp))
+            return after.own, after.work, after.up
+
+        own, work, up = vmap(one)(client.own, client.down, client.work, client.up, client.hp)
+        return replace(client, own=own, work=work, up=up)
+
+    # Training.
+
+    def _fit(self, phases: Sequence[_Phase]) -> list[tuple[Tensors, Tensor]]:
+        """Train the lanes of phases of one kind; return each phase's vectors and mean losses."""
+        lanes = []
+        for phase in phases:
+            data = phase.task.people.data
+            for row, client in enumerate(phase.task.now.cohort.tolist()):
+                n = data.size(client, "train")
+                lanes.append(_Lane(phase, row, client, n, phase.item.epochs * batches_of(n, self._batch)))
+        lanes.sort(key=lambda lane: -lane.steps)
+        vectors = {id(p): {name: p.client.work[name].clone() for name in p.item.learn} for p in phases}
+        like = phases[0].client.work[phases[0].item.learn[0]]
+        losses = {id(phase): like.new_full((len(phase.keys),), math.nan) for phase in phases}
+        fit = self._fit_plain if phases[0].item.loss is None else self._fit_loss
+
+        def train(some: Sequence[_Lane]) -> int:
+            trained, loss, slots = fit(some)
+            loss = loss / like.new_tensor([lane.steps for lane in some])
+            for phase in phases:
+                here = [at for at, lane in enumerate(some) if lane.phase is phase]
+                source = torch.tensor(here, dtype=torch.int64, device=like.device)
+                target = torch.tensor([some[at].row for at in here], dtype=torch.int64, device=like.device)
+                losses[id(phase)][target] = loss[source]
+                for name, values in zip(phase.item.learn, trained, strict=True):
+                    vectors[id(phase)][name][target] = values[source]
+            return slots
+
+        moving = [lane for lane in lanes if lane.steps]
+        slots = self._work(train, self._dealt(moving, like, self._batch), like.device)
+        seen = [lane.phase.item.epochs * (lane.n - (lane.n % self._batch == 1)) for lane in moving]
+        self.counters += Counters(sum(lane.steps for lane in moving), sum(slots), sum(seen))
+        return [(vectors[id(phase)], losses[id(phase)]) for phase in phases]
+
+    def _fit_plain(self, lanes: Sequence[_Lane]) -> tuple[list[Tensor], Tensor, int]:
+        """Train a stack with cross-entropy; its first lane has the most steps."""
+        ids, counts = self._data_order(lanes)
+        data = [lane.phase.task.people.data for lane in lanes]
+        item, layout = lanes[0].phase.item, self._model.layout
+        learned = {name for name in layout.names if item.part == "all" or layout.in_head(name) == (item.part == "head")}
+        stack = Stack(
+            theta=_rows(lanes, lambda phase: phase.client.work[phase.item.learn[0]]),
+            rule=_rule(lanes, layout.size),
+            learned=frozenset(learned),
+            ids=ids,
+            counts=counts,
+            x=data[0].x,
+            y=data[0].y,
+            unit=data[0].unit,
+            mean=torch.stack([one.mean for one in data]),
+            std=torch.stack([one.std for one in data]),
+        )
+        steps = [lane.steps for lane in lanes]
+        if stack.theta.is_cuda:
+            slots = self._graphs.descend(stack, steps)
+        else:
+            slots = descend(stack, steps, layout, self._forms["cpu"], self._low)
+        return [stack.theta], stack.loss, slots
+
+    def _fit_loss(self, lanes: Sequence[_Lane]) -> tuple[list[Tensor], Tensor, int]:
+        """Train a stack with a loss of the method's own."""
+        ids, counts = self._data_order(lanes)
+        data = [lane.phase.task.people.data for lane in lanes]
+        item = lanes[0].phase.item
+        loss_of, first = item.loss, item.learn[0]
+        assert loss_of is not None
+
+        def one(learned: Tensors, own: Tensors, down: Record, work: Tensors, hp: Tensors, batch: Batch) -> Tensor:
+            return loss_of(self._model, Client(own, down, {**work, **learned}, {}, hp), batch)
+
+        step_of: Callable[..., Any] = vmap(grad_and_value(one))
+        state = [_stacked(lanes, home) for home in ("own", "down", "work", "hp")]
+        learned = {name: state[2][name].clone() for name in item.learn}
+        rules = {name: _rule(lanes, learned[name].shape[1], special=name == first) for name in item.learn}
+        if item.part != "all":
+            inside = self._model.layout.is_head(ids.device) == (item.part == "head")
+            masked = rules[first].moving
+            rules[first] = replace(
+                rules[first], moving=(inside if masked is None else inside & masked).expand(len(lanes), -1)
+            )
+        total = learned[first].new_zeros(len(lanes))
+        mean, std = (torch.stack([getattr(one, name) for one in data]) for name in ("mean", "std"))
+        slots = 0
+        with torch.autocast(total.device.type, torch.bfloat16, enabled=self._low):
+            for step, awake in enumerate(active([lane.steps for lane in lanes])):
+                now = ids[step, :awake]
+                x = data[0].x[now.flatten()].unflatten(0, now.shape)
+                x = ((x.to(mean.dtype) / data[0].unit) - mean[:awake]) / std[:awake]
+                weight = (torch.arange(self._batch, device=now.device) < counts[step, :awake, None]).to(total.dtype)
+                part = [_first(home, awake) for home in (learned, *state)]
+                gradients, loss = step_of(*part, Batch(x, data[0].y[now], weight))
+                total[:awake] += loss
+                for name in item.learn:
+                    move(learned[name][:awake], gradients[name], rules[name].part(awake))
+                slots += now.numel()
+        return list(learned.values()), total, slots
+
+    def _data_order(self, lanes: Sequence[_Lane]) -> tuple[Tensor, Tensor]:
+        """Return every step's samples [steps, lanes, batch], and how many of them are real [steps, lanes]."""
+        device = lanes[0].phase.task.people.data.x.device
+        keys = torch.stack([lane.phase.keys[lane.row] for lane in lanes]).to(device)
+        epochs = [lane.phase.item.epochs for lane in lanes]
+        positions, counts = orders(keys, [lane.n for lane in lanes], epochs, self._batch)
+        ids = torch.empty_like(positions)
+        for data in {id(lane.phase.task.people.data): lane.phase.task.people.data for lane in lanes}.values():
+            rows = [at for at, lane in enumerate(lanes) if lane.phase.task.people.data is data]
+            who = torch.tensor([lanes[at].client for at in rows])
+            where = torch.tensor(rows, device=device)
+            ids[where] = data.ids(who, positions[where], "train")
+        return ids.transpose(0, 1).contiguous(), counts.t().contiguous()
+
+    # Stacks and cores.
+
+    def _dealt(self, longest_first: Sequence[T], like: Tensor, samples: int) -> list[list[T]]:
+        """Deal lanes out to stacks, so that all are about equally long and none exceeds the memory."""
+        if like.dtype not in self._costs:
+            self._costs[like.dtype] = cost(self._model, self._forms["cpu"], self._batch, like.dtype)
+        price = self._costs[like.dtype]
+        share = samples / self._batch
+        at_once = 1 if like.is_cuda else self._workers
+        fit_in = self._memory / at_once / (price.fixed_bytes + share * price.batch_bytes)
+        size = max(1, int(min(fit_in, len(longest_first))))
+        if not like.is_cuda:
+            size = min(size, _STACK_LANES, max(1, round(_STACK_WORK / (price.flops * share))))
+            size = min(size, -(-len(longest_first) // self._workers) or 1)
+        stacks = -(-len(longest_first) // size)
+        return [list(longest_first[at::stacks]) for at in range(stacks)]
+
+    def _work(self, job: Callable[[list[T]], Any], stacks: Sequence[list[T]], device: torch.device) -> list[Any]:
+        """Do a job for every stack: on CUDA one after the other, on the CPU with a core for each."""
+        if device.type != "cpu":
+            with steady(self._precision):
+                return [job(stack) for stack in stacks]
+        threads = max(1, self._workers // max(1, len(stacks)))
+
+        def alone(stack: list[T]) -> Any:
+            torch.set_num_threads(threads)  # this is a property of the thread that says it
+            return job(stack)
+
+        with steady(self._precision, threads):
+            return list(self._pool.map(alone, stacks))
+
+
+def _rows(lanes: Sequence[_Lane], vector: Callable[[_Phase], Tensor]) -> Tensor:
+    """Return lanes' rows of a vector, stacked anew."""
+    return torch.stack([vector(lane.phase)[lane.row] for lane in lanes])
+
+
+def _stacked(lanes: Sequence[_Lane], home: str) -> Any:
+    """Return lanes' records of one home (own, down, work, hp), stacked anew."""
+    names = list(getattr(lanes[0].phase.client, home))
+
+    def value(name: str) -> Any:
+        first = getattr(lanes[0].phase.client, home)[name]
+        if isinstance(first, Tensor):
+            return _rows(lanes, lambda phase: getattr(phase.client, home)[name])
+        values = _rows(lanes, lambda phase: getattr(phase.client, home)[name].values)
+        return type(first)(values, _rows(lanes, lambda phase: getattr(phase.client, home)[name].keep))
+
+    return {name: value(name) for name in names}
+
+
+def _first(record: Mapping[str, Any], lanes: int) -> dict[str, Any]:
+    return {
+        name: value[:lanes] if isinstance(value, Tensor) else type(value)(value.values[:lanes], value.keep[:lanes])
+        for name, value in record.items()
+    }
+
+
+def _rule(lanes: Sequence[_Lane], size: int, special: bool = True) -> Rule:
+    """Return how a vector of lanes moves; only a phase's first vector (`special`) is masked, pulled or pushed."""
+    like = lanes[0].phase.client.work[lanes[0].phase.item.learn[0]]
+
+    def numbers(name: Callable[[Train], str]) -> Tensor:
+        return like.new_tensor([lane.phase.task.hp[name(lane.phase.item)] for lane in lanes])[:, None]
+
+    def used(name: str) -> bool:
+        return any(lane.phase.task.hp[name] for lane in lanes)
+
+    item = lanes[0].phase.item
+    momentum = numbers(lambda item: "momentum") if used("momentum") else None
+    pull, drift, mask = (special and option is not None for option in (item.pull, item.drift, item.mask))
+
+    def work(name: Callable[[Train], Any]) -> Tensor:
+        return _rows(lanes, lambda phase: phase.client.work[name(phase.item)])
+
+    return Rule(
+        lr=numbers(lambda item: item.lr),
+        momentum=momentum,
+        decay=numbers(lambda item: "weight_decay") if used("weight_decay") else None,
+        pull=numbers(lambda item: (item.pull or ("", ""))[1]) if pull else None,
+        anchor=work(lambda item: (item.pull or ("", ""))[0]) if pull else None,
+        drift=work(lambda item: item.drift) if drift else None,
+        moving=work(lambda item: item.mask) if mask else None,
+        velocity=None if momentum is None else like.new_zeros(len(lanes), size),
+    )

@@ -1,0 +1,187 @@
+"""Many copies of a network at once: each lane has its own parameters and its own batch.
+
+A network that is a plain sequence of common layers gets a batched form of each layer; any other module is vectorised
+as it is (`torch.func.vmap`), which is right for all and fast for few. Inputs are [lanes, samples, ...], parameters
+[lanes, ...], outputs [lanes, samples, classes].
+
+Between the layers images keep whatever order suits the convolution. On the CPU that is one grouped convolution in
+channels-last order; on CUDA, where cuDNN runs a grouped convolution one group after the other, patches are copied out
+and a batched matrix product does the rest (docs/performance.md has the measurements).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.nn import functional
+
+from fedobp.models import Model
+
+Forward = Callable[[Mapping[str, Tensor], Tensor], Tensor]
+
+_ELEMENTWISE = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity)
+_POOLS = (nn.MaxPool2d, nn.AvgPool2d)
+
+
+class Grouped:
+    """Images as [samples, lanes * channels, height, width]: one grouped convolution serves all lanes."""
+
+    @staticmethod
+    def enter(x: Tensor) -> Tensor:
+        """Return images of the network's input [lanes, samples, channels, height, width]."""
+        lanes, samples, channels, *sides = x.shape
+        merged = x.transpose(0, 1).reshape(samples, lanes * channels, *sides)
+        return merged.contiguous(memory_format=torch.channels_last)
+
+    @staticmethod
+    def convolve(layer: nn.Conv2d, image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Apply a layer with each lane's weights."""
+        lanes = len(weight)
+        kernels = weight.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        shifts = None if bias is None else bias.flatten()
+        assert not isinstance(layer.padding, str)
+        return functional.conv2d(image, kernels, shifts, layer.stride, layer.padding, layer.dilation, lanes)
+
+    @staticmethod
+    def leave(image: Tensor, lanes: int) -> Tensor:
+        """Return images as vectors [lanes, samples, entries]."""
+        return image.reshape(len(image), lanes, -1).transpose(0, 1)
+
+
+class Columns:
+    """Images as [lanes * samples, channels, height, width], channels last: patches, then a matrix product a lane."""
+
+    @staticmethod
+    def enter(x: Tensor) -> Tensor:
+        """Return images of the network's input [lanes, samples, channels, height, width]."""
+        return x.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+
+    @staticmethod
+    def convolve(layer: nn.Conv2d, image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Apply a layer with each lane's weights."""
+        assert not isinstance(layer.padding, str)
+        down, right = layer.padding
+        rows = image.permute(0, 2, 3, 1).unflatten(0, (len(weight), -1))
+        if down or right:
+            rows = functional.pad(rows, (0, 0, right, right, down, down))
+        out: Tensor = _PatchProduct.apply(rows.contiguous(), weight)  # type: ignore[no-untyped-call]
+        if bias is not None:
+            out = out + bias[:, None, None, None]
+        return out.flatten(0, 1).permute(0, 3, 1, 2)
+
+    @staticmethod
+    def leave(image: Tensor, lanes: int) -> Tensor:
+        """Return images as vectors [lanes, samples, entries]."""
+        return image.reshape(lanes, len(image) // lanes, -1)
+
+
+class _PatchProduct(torch.autograd.Function):
+    """A convolution of stride 1 as a product of patches and kernels: images [L, B, H, W, C], weights [L, O, C, k, m].
+
+    The patches' width is rounded up to a multiple of 8 (zeros), which tensor cores want. The weights' gradient is a
+    sum over all positions of all samples: taken sample by sample and then added, or a few lanes would occupy a few of
+    the device's many processors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, image: Tensor, weight: Tensor) -> Tensor:
+        lanes, samples, height, width, channels = image.shape
+        outputs, tall, wide = weight.shape[1], weight.shape[3], weight.shape[4]
+        rows, columns = height - tall + 1, width - wide + 1
+        steps = image.stride()
+        overlapping = image.as_strided(
+            (lanes, samples, rows, columns, tall, wide * channels), (*steps[:4], steps[2], 1)
+        )
+        used = tall * wide * channels
+        padded = -(-used // 8) * 8
+        if padded == used:
+            patches = overlapping.reshape(lanes, samples * rows * columns, used)
+        else:
+            patches = image.new_zeros(lanes, samples, rows, columns, padded)
+            patches[..., :used].unflatten(-1, (tall, wide * channels)).copy_(overlapping)
+            patches = patches.flatten(1, 3)
+        kernels = weight.permute(0, 3, 4, 2, 1).reshape(lanes, used, outputs)
+        kernels = functional.pad(kernels, (0, 0, 0, padded - used)) if padded > used else kernels
+        ctx.save_for_backward(patches, kernels)
+        ctx.shapes = image.shape, weight.shape
+        return torch.bmm(patches, kernels).view(lanes, samples, rows, columns, outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, Tensor | None]:
+        patches, kernels = ctx.saved_tensors
+        (lanes, samples, height, width, channels), (_, outputs, _, tall, wide) = ctx.shapes
+        used = tall * wide * channels
+        rows, columns = height - tall + 1, width - wide + 1
+        gradient = gradients[0].reshape(lanes, samples * rows * columns, outputs)
+        by_sample = (lanes * samples, rows * columns, -1)
+        products = torch.bmm(patches.view(by_sample).transpose(1, 2), gradient.view(by_sample))
+        weight = products.unflatten(0, (lanes, samples)).sum(dim=1)[:, :used]
+        weight = weight.view(lanes, tall, wide, channels, outputs).permute(0, 4, 3, 1, 2)
+        if not ctx.needs_input_grad[0]:
+            return None, weight
+        back = torch.bmm(gradient, kernels[:, :used].transpose(1, 2))
+        back = back.view(lanes, samples, rows, columns, tall, wide, channels)
+        image = gradient.new_zeros(lanes, samples, height, width, channels)
+        for row in range(tall):
+            for column in range(wide):
+                image[:, :, row : row + rows, column : column + columns] += back[:, :, :, :, row, column]
+        return image, weight
+
+
+def stacked(model: Model, form: type[Grouped] | type[Columns]) -> Forward:
+    """Return the forward pass of many copies of a model."""
+    layers = _sequence(model, form)
+    if layers is None:
+
+        def general(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+            return vmap(model.apply)(dict(parameters), x)
+
+        return general
+
+    def forward(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        lanes, is_image = len(x), False
+        for name, layer in layers:
+            if isinstance(layer, nn.Conv2d | nn.MaxPool2d | nn.AvgPool2d) and not is_image:
+                x, is_image = form.enter(x), True
+            if isinstance(layer, nn.Conv2d):
+                x = form.convolve(layer, x, parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
+            elif isinstance(layer, nn.Flatten):
+                x, is_image = (form.leave(x, lanes) if is_image else x.flatten(2)), False
+            elif isinstance(layer, nn.Linear):
+                weight, bias = parameters[f"{name}.weight"].transpose(1, 2), parameters.get(f"{name}.bias")
+                x = torch.bmm(x, weight) if bias is None else torch.baddbmm(bias[:, None], x, weight)
+            else:
+                x = layer(x)
+        return x
+
+    return forward
+
+
+def _sequence(model: Model, form: type[Grouped] | type[Columns]) -> list[tuple[str, nn.Module]] | None:
+    """Return the layers in the order in which they are best run, or None if the module is not such a sequence."""
+    if type(model.structure) is not nn.Sequential:
+        return None
+    layers = list(model.structure.named_children())
+    flat = len(model.shape) == 1
+    for _, layer in layers:
+        if getattr(layer, "inplace", False):
+            return None
+        if isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) == (1, -1):
+            flat = True
+        elif isinstance(layer, nn.Linear):
+            if not flat:
+                return None
+        elif isinstance(layer, nn.Conv2d):
+            simple = layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+            unit = layer.stride == layer.dilation == (1, 1)
+            if flat or not simple or (form is Columns and not unit):
+                return None
+        elif type(layer) not in (*_ELEMENTWISE, *_POOLS) or (flat and isinstance(layer, _POOLS)):
+            return None
+    # max(relu(x)) is relu(max(x)), gradients and ties included, on a quarter of the entries.
+    for at in range(len(layers) - 1):
+        if isinstance(layers[at][1], nn.ReLU) and isinstance(layers[at + 1][1], nn.MaxPool2d):
+            layers[at], layers[at + 1] = layers[at + 1], layers[at]
+    return layers
