@@ -46,6 +46,10 @@ ConfigFile = Annotated[
 ]
 
 _PARTITION_SETTINGS = ("dataset", "data_dir", "clients", "partition", "alpha", "partition_seed", "seed")
+_BENCH_SETTINGS = (
+    "dataset", "data_dir", "clients", "alpha", "model", "rounds", "participation", "epochs", "batch_size", "device",
+    "precision",
+)  # fmt: skip
 
 
 def main() -> NoReturn:
@@ -281,6 +285,35 @@ def partition(
 
 
 @app.command()
+@with_settings(*_BENCH_SETTINGS, dataset="fmnist")
+def bench(
+    *,
+    given: Mapping[str, Any],
+    runs: Annotated[int, typer.Option(help="Runs that train side by side, each with a seed of its own.")] = 1,
+    seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Measure how fast this machine trains, and how long a run would take.
+
+    No data is needed: where a dataset's file is not there, random images of its shape and size take its place.
+
+    [bold]Examples[/bold]
+
+    \b
+    fedobp bench
+    fedobp bench --dataset cifar10 --runs 8 --precision tf32
+    fedobp bench --dataset digits --participation 1 --seconds 10 --json
+    """
+    from fedobp.bench import bench as measure
+    from fedobp.report.tables import bench_table
+
+    config = Config(**given)
+    with _stopwatch() as advance:
+        found = asdict(measure(config, runs=runs, seconds=seconds, progress=advance))
+    _show(found if as_json else bench_table(found))
+
+
+@app.command()
 def methods(*, as_json: Json = False) -> None:
     """List every method with its idea, its paper, its options and their defaults."""
     from fedobp.algorithms import METHODS
@@ -381,10 +414,31 @@ def _show(content: "Mapping[str, Any] | RenderableType", footer: str = "") -> No
         console.print(footer, soft_wrap=True, highlight=False, markup=False)
 
 
+def _silent() -> bool:
+    """Say whether there is nobody to show a bar to: no terminal, or NO_COLOR."""
+    return not sys.stderr.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+
+
+@contextmanager
+def _stopwatch() -> Iterator[Callable[[str, float], None]]:
+    """Show on stderr what is under way and how much of its time is gone."""
+    if _silent():
+        yield lambda what, share: None
+        return
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (bars.TextColumn("[bold]{task.description}"), bars.BarColumn(), bars.TimeElapsedColumn())
+    with bars.Progress(*columns, console=Console(stderr=True)) as shown:
+        task = shown.add_task("starting", total=1.0)
+        yield lambda what, share: shown.update(task, description=what, completed=share)
+        shown.update(task, description="done", completed=1.0)
+
+
 @contextmanager
 def _progress(runs: int, rounds: int) -> Iterator[Callable[[str, "Progress"], None]]:
     """Show a bar on stderr while runs advance; nothing without a terminal or with NO_COLOR."""
-    if not sys.stderr.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+    if _silent():
         yield lambda label, at: None
         return
     from rich import progress as bars

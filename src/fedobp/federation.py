@@ -251,6 +251,7 @@ def _launch(
         tasks = [run.begin_round(round) for _, run in going]
         for (_, run), answer in zip(going, engine.train(tasks), strict=True):
             run.end_round(answer)
+        engine.prepare([run.task(round + 1) for _, run in going if round < run.config.rounds])
         trained, done = time.perf_counter() - clock, engine.counters - before
         for at, run in going:
             run.evaluate_and_log()
@@ -282,18 +283,26 @@ class _Run:
         self.folder = RunFolder(out, config.to_toml()) if out else None
         self.about = {"method": config.method, "model": config.model, **data.about()}
         self.cohorts = cohorts(config)
+        self.now = self.coming = self._moment(0, torch.tensor([]))
         self.pending: list[_Cost] = []
         self.bytes = {"bytes_down": 0, "bytes_up": 0}
         self.reports: list[Report] = []
         self.seconds = 0.0
 
+    def task(self, round: int) -> Task:
+        """Return what a round will ask of its cohort, but for what it will send."""
+        if round != self.coming.round:
+            self.coming = self._moment(round, next(self.cohorts))
+        program = self.method.local(self.model, self.coming)
+        return Task(self.people, self.coming, program, {}, self._numbers(self.config.lr_at(round)))
+
     def begin_round(self, round: int) -> Task:
         """Walk through one round (the paper's Algorithm 1, and every other method's): sample and send ..."""
-        self.now = self._moment(round, next(self.cohorts))
+        task = self.task(round)
+        self.now = task.now
         rows = self.rows.gather(self.now.cohort.tolist())
         self.down, self.sent = self.method.send(self.model, self.now, self.server, rows)
-        program = self.method.local(self.model, self.now)
-        return Task(self.people, self.now, program, self.down, self._numbers(self.config.lr_at(round)))
+        return replace(task, down=self.down)
 
     def end_round(self, answer: Trained) -> None:
         """... and, after the cohort has trained, receive. Nobody waits here for a device to finish."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from fedobp.data.datasets import Dataset
 from fedobp.data.known import KNOWN
 from fedobp.data.partition import Shard
+from fedobp.transfer import send
 
 Split = Literal["train", "val", "test"]
 _SPLITS: tuple[Split, ...] = ("train", "val", "test")
@@ -72,7 +73,7 @@ class FederatedData:
     def ids(self, clients: Tensor, positions: Tensor, split: Split) -> Tensor:
         """Return which samples the clients' positions are; `positions` has a leading axis of clients."""
         index = self._index[split]
-        starts = torch.tensor([index.starts[client] for client in clients.tolist()], device=positions.device)
+        starts = send([index.starts[client] for client in clients.tolist()], positions.device)
         # Positions beyond a client's last sample are padding: any sample will do.
         at = starts.reshape(-1, *[1] * (positions.ndim - 1)) + positions
         return index.ids[at.clamp_(max=max(0, len(index.ids) - 1))] if len(index.ids) else torch.zeros_like(positions)

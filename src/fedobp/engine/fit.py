@@ -29,6 +29,11 @@ class Rule:
     moving: Tensor | None = None
     velocity: Tensor | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether this is SGD with a learning rate and nothing else."""
+        return all(values is None for name, values in vars(self).items() if name != "lr")
+
     def part(self, lanes: int, where: slice = slice(None), shape: Sequence[int] | None = None) -> "Rule":
         """Return the first lanes' rule for the entries of one tensor, which has that shape."""
 
@@ -60,9 +65,9 @@ def move(theta: Tensor, gradient: Tensor, rule: Rule, awake: Tensor | None = Non
 
 @dataclass
 class Stack:
-    """Lanes that train together, longest first: models, data order, and how they move. `theta` changes in place."""
+    """Lanes that train together, longest first: models, data order, and how they move."""
 
-    theta: Tensor  # [lanes, N]
+    tensors: dict[str, Tensor]  # [lanes, ...]: they change in place
     rule: Rule
     learned: frozenset[str]  # the tensors that move
     ids: Tensor  # [steps, lanes, batch]: samples
@@ -75,7 +80,7 @@ class Stack:
     loss: Tensor = field(init=False)  # [lanes]: the sum over a lane's steps
 
     def __post_init__(self) -> None:
-        self.loss = self.theta.new_zeros(len(self.theta))
+        self.loss = self.mean.new_zeros(len(self.mean))
 
 
 class Stepper:
@@ -83,12 +88,14 @@ class Stepper:
 
     def __init__(self, stack: Stack, lanes: int, layout: Layout, forward: Forward, low: bool) -> None:
         self._stack, self._forward, self._low, self.lanes = stack, forward, low, lanes
-        self._tensors = {name: tensor.detach() for name, tensor in layout.views(stack.theta[:lanes]).items()}
+        self._tensors = {name: tensor[:lanes].detach() for name, tensor in stack.tensors.items()}
         self._learned = [tensor.requires_grad_() for name, tensor in self._tensors.items() if name in stack.learned]
+        self._lr = stack.rule.lr[:lanes, 0]
+        self._plain = stack.rule.plain
         self._rules = [
             stack.rule.part(lanes, where, shape)
             for (name, where), shape in zip(layout.slices.items(), layout.shapes, strict=True)
-            if name in stack.learned
+            if name in stack.learned and not self._plain
         ]
         self._mean, self._std, self._loss = stack.mean[:lanes], stack.std[:lanes], stack.loss[:lanes]
 
@@ -105,9 +112,13 @@ class Stepper:
         each = functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(ids.shape)
         real = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
         loss = (each * real).sum(dim=1) / counts.clamp(min=1)
-        gradients = torch.autograd.grad(loss.sum(), self._learned)
+        # The gradient of lr * loss is the step of plain SGD: one pass over the weights less. Without samples it is 0.
+        gradients = torch.autograd.grad((loss * self._lr if self._plain else loss).sum(), self._learned)
         with torch.no_grad():
             self._loss += loss.detach()
+            if self._plain:
+                torch._foreach_sub_(self._learned, gradients)
+                return
             awake = (counts > 0).to(self._loss.dtype) if idle else None
             for tensor, gradient, rule in zip(self._learned, gradients, self._rules, strict=True):
                 move(tensor, gradient, rule, awake)

@@ -20,7 +20,7 @@ from fedobp.models import Layout
 
 def rounded(lanes: int) -> int:
     """Return the number of lanes that a graph is made for: few sizes, and little computed in vain."""
-    step = 1 if lanes <= 8 else 4 if lanes <= 32 else 8
+    step = 1 if lanes <= 8 else 2 if lanes <= 32 else 4
     return -(-lanes // step) * step
 
 
@@ -52,17 +52,18 @@ class Graphs:
         for lanes, times in plan:
             for _ in range(times):
                 buffers.graphs[lanes].replay()
-        lanes = len(stack.theta)
-        stack.theta.copy_(buffers.stack.theta[:lanes])
+        lanes = len(stack.loss)
+        for name, tensor in stack.tensors.items():
+            tensor.copy_(buffers.stack.tensors[name][:lanes])
         stack.loss.copy_(buffers.stack.loss[:lanes])
         return sum(lanes * times for lanes, times in plan) * stack.ids.shape[2]
 
     def _buffers(self, stack: Stack) -> _Buffers:
         used = tuple(spec.name for spec in fields(Rule) if getattr(stack.rule, spec.name) is not None)
-        kind = (used, stack.learned, stack.theta.dtype, stack.x.data_ptr(), stack.ids.shape[2])
+        kind = (used, stack.learned, stack.loss.dtype, stack.x.data_ptr(), stack.ids.shape[2])
         steps, lanes, _ = stack.ids.shape
         kept = self._kept.get(kind)
-        if kept is None or kept.stack.ids.shape[0] < steps or len(kept.stack.theta) < rounded(lanes):
+        if kept is None or kept.stack.ids.shape[0] < steps or len(kept.stack.loss) < rounded(lanes):
             before = kept.stack.ids.shape[:2] if kept else (0, 0)
             # Twice as many steps as now: rounds differ, and a graph is worth keeping.
             kept = self._kept[kind] = _empty(stack, max(2 * steps, before[0]), max(rounded(lanes), before[1]))
@@ -102,7 +103,7 @@ def _empty(stack: Stack, steps: int, lanes: int) -> _Buffers:
 
     rule = Rule(**{spec.name: room(getattr(stack.rule, spec.name)) for spec in fields(Rule)})
     at = Stack(
-        theta=room(stack.theta),
+        tensors={name: room(tensor) for name, tensor in stack.tensors.items()},
         rule=rule,
         learned=stack.learned,
         ids=stack.ids.new_zeros(steps, lanes, stack.ids.shape[2]),
@@ -113,7 +114,7 @@ def _empty(stack: Stack, steps: int, lanes: int) -> _Buffers:
         mean=room(stack.mean),
         std=torch.ones_like(room(stack.std)),
     )
-    return _Buffers(at, torch.zeros(1, dtype=torch.int64, device=stack.theta.device))
+    return _Buffers(at, torch.zeros(1, dtype=torch.int64, device=stack.loss.device))
 
 
 def _load(buffers: _Buffers, stack: Stack) -> None:
@@ -122,7 +123,8 @@ def _load(buffers: _Buffers, stack: Stack) -> None:
         values = getattr(stack.rule, spec.name)
         if values is not None:
             getattr(at.rule, spec.name)[:lanes] = values
-    at.theta[:lanes] = stack.theta
+    for name, tensor in stack.tensors.items():
+        at.tensors[name][:lanes] = tensor
     at.mean[:lanes], at.std[:lanes] = stack.mean, stack.std
     at.loss.zero_()
     at.counts.zero_()

@@ -18,7 +18,27 @@ class Population:
     def __init__(self, data: FederatedData, own: Tensors, theta: Tensor, seed: int, budget: Budget) -> None:
         self.data, self.seed = data, seed
         self.own = Store(own, data.clients, budget)
-        self.last = Store({"theta": theta}, data.clients, budget)
+        self._last = Store({"theta": theta}, data.clients, budget)
+        self._remembered: set[int] = set()  # clients whose last model is own["theta"]
+
+    def keep(self, clients: Sequence[int], own: Tensors, theta: Tensor) -> None:
+        """Keep what clients remember and the models that they have just trained; all with a leading axis.
+
+        A model that a client remembers anyway, as in FedOBP, is not kept twice.
+        """
+        self.own.scatter(clients, own)
+        remembered = own.get("theta")
+        if remembered is not None and remembered.data_ptr() == theta.data_ptr():
+            self._remembered.update(clients)
+        else:
+            self._remembered.difference_update(clients)
+            self._last.scatter(clients, {"theta": theta})
+
+    def last(self, client: int) -> Tensor | None:
+        """Return the model that a client trained last, or None if it never has."""
+        if client in self._remembered:
+            return self.own[client]["theta"]
+        return self._last[client]["theta"] if client in self._last else None
 
 
 @dataclass(frozen=True)
@@ -68,6 +88,9 @@ class Engine(Protocol):
 
     def train(self, tasks: Sequence[Task]) -> list[Trained]:
         """Run the local programs of several runs on their cohorts, and keep what each client remembers."""
+
+    def prepare(self, tasks: Sequence[Task]) -> None:
+        """Do what can be done for the next tasks while a device works on the last ones; they have no downloads yet."""
 
     def serve(self, task: Task) -> Tensors:
         """Run a serving program on a cohort; return the models `theta` and their `mine` masks."""

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ from fedobp.engine.serial import last_models, poisoned
 from fedobp.engine.stack import Columns, Forward, Grouped, stacked
 from fedobp.keys import Purpose, fold
 from fedobp.models import Model
+from fedobp.transfer import send
 
 _STACK_WORK = 5e8  # floating-point operations of a CPU stack's step: larger stacks gain nothing
 _STACK_LANES = 32
@@ -47,7 +49,7 @@ class _Phase:
 
     task: Task
     item: Train
-    client: Client  # with a leading axis
+    client: Any  # a `Client` with a leading axis; None where only the order of samples is asked for
     keys: Tensor  # one a client; the epoch is not yet in it
 
     @property
@@ -90,6 +92,8 @@ class Lanes:
         self._workers = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self._workers, "fedobp-lanes")
         self._costs: dict[torch.dtype, Cost] = {}
+        self._aside: torch.cuda.Stream | None = None
+        self._ready: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self.counters = Counters()
 
     def train(self, tasks: Sequence[Task]) -> list[Trained]:
@@ -97,12 +101,30 @@ class Lanes:
         answers = []
         for task, (done, loss) in zip(tasks, self._run(tasks, Purpose.TRAIN), strict=True):
             people, cohort, theta = task.people, task.now.cohort.tolist(), done.theta
-            people.own.scatter(cohort, done.own)
-            people.last.scatter(cohort, {"theta": theta})
-            n = torch.tensor([people.data.size(client, "train") for client in cohort], device=theta.device)
+            people.keep(cohort, done.own, theta)
+            n = send([people.data.size(client, "train") for client in cohort], theta.device)
             finite = theta.isfinite().all(dim=1) & ~loss.isinf()
             answers.append(Trained({name: poisoned(value) for name, value in done.up.items()}, n, loss, finite))
         return answers
+
+    def prepare(self, tasks: Sequence[Task]) -> None:
+        """Order the samples of the tasks to come while CUDA is busy with those of now; their downloads are not used.
+
+        On the CPU there is nobody else to do it.
+        """
+        data = [task.people.data for task in tasks]
+        if not data or not data[0].x.is_cuda:
+            return
+        phases = []
+        for task in tasks:
+            items = ((at, item) for at, item in enumerate(task.program) if isinstance(item, Train))
+            for at, item in islice(items, 1):
+                phases.append(_Phase(task, item, None, fold(_keys(task, Purpose.TRAIN), at)))
+        self._aside = self._aside or torch.cuda.Stream()
+        self._ready.clear()
+        with torch.cuda.stream(self._aside):
+            for lanes in self._dealt(self._lanes(phases), data[0].mean, self._batch):
+                self._ready[_names(lanes)] = self._data_order(lanes)
 
     def serve(self, task: Task) -> Tensors:
         """Run a serving program on a cohort; what it remembers is dropped."""
@@ -171,7 +193,7 @@ class Lanes:
     def _walk(self, task: Task, purpose: Purpose) -> Walk:
         """Run one program on its cohort; stop at every `Train`, whose trained vectors and losses are sent in."""
         people, like, cohort = task.people, task.people.data.mean, task.now.cohort
-        keys = fold(people.seed, task.now.round, cohort, purpose)
+        keys = _keys(task, purpose)
         loss = like.new_full((len(cohort),), math.nan)
         client = Client(
             own=people.own.gather(cohort.tolist()),
@@ -200,15 +222,19 @@ class Lanes:
 
     # Training.
 
-    def _fit(self, phases: Sequence[_Phase]) -> list[tuple[Tensors, Tensor]]:
-        """Train the lanes of phases of one kind; return each phase's vectors and mean losses."""
+    def _lanes(self, phases: Sequence[_Phase]) -> list[_Lane]:
+        """Return the clients of phases that have a step to take, those with most of them first."""
         lanes = []
         for phase in phases:
             data = phase.task.people.data
             for row, client in enumerate(phase.task.now.cohort.tolist()):
                 n = data.size(client, "train")
                 lanes.append(_Lane(phase, row, client, n, phase.item.epochs * batches_of(n, self._batch)))
-        lanes.sort(key=lambda lane: -lane.steps)
+        return sorted((lane for lane in lanes if lane.steps), key=lambda lane: -lane.steps)
+
+    def _fit(self, phases: Sequence[_Phase]) -> list[tuple[Tensors, Tensor]]:
+        """Train the lanes of phases of one kind; return each phase's vectors and mean losses."""
+        moving = self._lanes(phases)
         vectors = {id(p): {name: p.client.work[name].clone() for name in p.item.learn} for p in phases}
         like = phases[0].client.work[phases[0].item.learn[0]]
         losses = {id(phase): like.new_full((len(phase.keys),), math.nan) for phase in phases}
@@ -216,17 +242,16 @@ class Lanes:
 
         def train(some: Sequence[_Lane]) -> int:
             trained, loss, slots = fit(some)
-            loss = loss / like.new_tensor([lane.steps for lane in some])
+            loss = loss / send([lane.steps for lane in some], like.device)
             for phase in phases:
                 here = [at for at, lane in enumerate(some) if lane.phase is phase]
-                source = torch.tensor(here, dtype=torch.int64, device=like.device)
-                target = torch.tensor([some[at].row for at in here], dtype=torch.int64, device=like.device)
+                source = send(here, like.device, torch.int64)
+                target = send([some[at].row for at in here], like.device, torch.int64)
                 losses[id(phase)][target] = loss[source]
                 for name, values in zip(phase.item.learn, trained, strict=True):
                     vectors[id(phase)][name][target] = values[source]
             return slots
 
-        moving = [lane for lane in lanes if lane.steps]
         slots = self._work(train, self._dealt(moving, like, self._batch), like.device)
         seen = [lane.phase.item.epochs * (lane.n - (lane.n % self._batch == 1)) for lane in moving]
         self.counters += Counters(sum(lane.steps for lane in moving), sum(slots), sum(seen))
@@ -238,8 +263,9 @@ class Lanes:
         data = [lane.phase.task.people.data for lane in lanes]
         item, layout = lanes[0].phase.item, self._model.layout
         learned = {name for name in layout.names if item.part == "all" or layout.in_head(name) == (item.part == "head")}
+        theta = _rows(lanes, lambda phase: phase.client.work[phase.item.learn[0]])
         stack = Stack(
-            theta=_rows(lanes, lambda phase: phase.client.work[phase.item.learn[0]]),
+            tensors={name: tensor.contiguous() for name, tensor in layout.views(theta).items()},
             rule=_rule(lanes, layout.size),
             learned=frozenset(learned),
             ids=ids,
@@ -251,11 +277,11 @@ class Lanes:
             std=torch.stack([one.std for one in data]),
         )
         steps = [lane.steps for lane in lanes]
-        if stack.theta.is_cuda:
+        if theta.is_cuda:
             slots = self._graphs.descend(stack, steps)
         else:
             slots = descend(stack, steps, layout, self._forms["cpu"], self._low)
-        return [stack.theta], stack.loss, slots
+        return [layout.flatten(stack.tensors)], stack.loss, slots
 
     def _fit_loss(self, lanes: Sequence[_Lane]) -> tuple[list[Tensor], Tensor, int]:
         """Train a stack with a loss of the method's own."""
@@ -297,15 +323,22 @@ class Lanes:
 
     def _data_order(self, lanes: Sequence[_Lane]) -> tuple[Tensor, Tensor]:
         """Return every step's samples [steps, lanes, batch], and how many of them are real [steps, lanes]."""
+        ready = self._ready.pop(_names(lanes), None)
+        if ready is not None and self._aside is not None:
+            here = torch.cuda.current_stream()
+            here.wait_stream(self._aside)
+            for tensor in ready:
+                tensor.record_stream(here)
+            return ready
         device = lanes[0].phase.task.people.data.x.device
-        keys = torch.stack([lane.phase.keys[lane.row] for lane in lanes]).to(device)
+        keys = send(torch.stack([lane.phase.keys[lane.row] for lane in lanes]), device)
         epochs = [lane.phase.item.epochs for lane in lanes]
         positions, counts = orders(keys, [lane.n for lane in lanes], epochs, self._batch)
         ids = torch.empty_like(positions)
         for data in {id(lane.phase.task.people.data): lane.phase.task.people.data for lane in lanes}.values():
             rows = [at for at, lane in enumerate(lanes) if lane.phase.task.people.data is data]
             who = torch.tensor([lanes[at].client for at in rows])
-            where = torch.tensor(rows, device=device)
+            where = send(rows, device)
             ids[where] = data.ids(who, positions[where], "train")
         return ids.transpose(0, 1).contiguous(), counts.t().contiguous()
 
@@ -341,6 +374,16 @@ class Lanes:
             return list(self._pool.map(alone, stacks))
 
 
+def _keys(task: Task, purpose: Purpose) -> Tensor:
+    """Return every client's key in this round."""
+    return fold(task.people.seed, task.now.round, task.now.cohort, purpose)
+
+
+def _names(lanes: Sequence[_Lane]) -> Hashable:
+    """Return what the order of lanes' samples depends on."""
+    return tuple((id(one.phase.task.people), one.phase.item.epochs, int(one.phase.keys[one.row])) for one in lanes)
+
+
 def _rows(lanes: Sequence[_Lane], vector: Callable[[_Phase], Tensor]) -> Tensor:
     """Return lanes' rows of a vector, stacked anew."""
     return torch.stack([vector(lane.phase)[lane.row] for lane in lanes])
@@ -372,7 +415,8 @@ def _rule(lanes: Sequence[_Lane], size: int, special: bool = True) -> Rule:
     like = lanes[0].phase.client.work[lanes[0].phase.item.learn[0]]
 
     def numbers(name: Callable[[Train], str]) -> Tensor:
-        return like.new_tensor([lane.phase.task.hp[name(lane.phase.item)] for lane in lanes])[:, None]
+        values = [lane.phase.task.hp[name(lane.phase.item)] for lane in lanes]
+        return send(values, like.device, like.dtype)[:, None]
 
     def used(name: str) -> bool:
         return any(lane.phase.task.hp[name] for lane in lanes)

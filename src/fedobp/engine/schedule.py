@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fedobp.keys import fold, permutation
+from fedobp.transfer import send
 
 _LAST = 2**63 - 1
 
@@ -43,7 +44,7 @@ def orders(keys: Tensor, n: Sequence[int], epochs: Sequence[int], size: int) -> 
     if not steps:
         return Orders(torch.zeros(len(n), 0, size, dtype=torch.int64, device=device),
                       torch.zeros(len(n), 0, dtype=torch.int64, device=device))  # fmt: skip
-    have, rows, times = (torch.tensor(values, device=device)[:, None] for values in (n, per_epoch, epochs))
+    have, rows, times = (send(values, device)[:, None] for values in (n, per_epoch, epochs))
     hashes = fold(keys[:, None], torch.arange(longest, device=device))
     hashes = fold(hashes[..., None], torch.arange(most, device=device))
     # Those beyond a client's last sample come last: the sort is stable, so a sample whose hash is the largest number

@@ -38,13 +38,15 @@ class Serial:
         people, cohort = task.people, task.now.cohort.tolist()
         for position, client in enumerate(cohort):
             done, loss = self._run(task, client, position, Purpose.TRAIN)
-            people.own[client] = done.own
-            people.last[client] = {"theta": done.theta}
+            people.keep([client], {name: value[None] for name, value in done.own.items()}, done.theta[None])
             uploads.append(done.up)
             losses.append(loss)
             finite.append(done.theta.isfinite().all() & ~loss.isinf())
         n = torch.tensor([people.data.size(client, "train") for client in cohort], device=people.data.x.device)
         return Trained(_stack(uploads), n, torch.stack(losses), torch.stack(finite))
+
+    def prepare(self, tasks: Sequence[Task]) -> None:
+        """Prepare nothing: everything happens when its turn comes."""
 
     def serve(self, task: Task) -> Tensors:
         """Run a serving program on every client of the cohort; what it remembers is dropped."""
@@ -168,8 +170,8 @@ def _special_step(
 
 def last_models(task: Task, otherwise: Tensor) -> Tensor:
     """Return each client's last local model, and `otherwise` for a client that has never trained."""
-    last = task.people.last
-    return torch.stack([last[client]["theta"] if client in last else otherwise for client in task.now.cohort.tolist()])
+    found = [task.people.last(client) for client in task.now.cohort.tolist()]
+    return torch.stack([otherwise if theta is None else theta for theta in found])
 
 
 def poisoned(value: Tensor | Sparse) -> Tensor | Sparse:

@@ -66,9 +66,8 @@ class Columns:
         rows = image.permute(0, 2, 3, 1).unflatten(0, (len(weight), -1))
         if down or right:
             rows = functional.pad(rows, (0, 0, right, right, down, down))
-        out: Tensor = _PatchProduct.apply(rows.contiguous(), weight)  # type: ignore[no-untyped-call]
-        if bias is not None:
-            out = out + bias[:, None, None, None]
+        bias = weight.new_zeros(weight.shape[:2]) if bias is None else bias
+        out: Tensor = _PatchProduct.apply(rows.contiguous(), weight, bias)  # type: ignore[no-untyped-call]
         return out.flatten(0, 1).permute(0, 3, 1, 2)
 
     @staticmethod
@@ -86,30 +85,31 @@ class _PatchProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, image: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, image: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         lanes, samples, height, width, channels = image.shape
         outputs, tall, wide = weight.shape[1], weight.shape[3], weight.shape[4]
         rows, columns = height - tall + 1, width - wide + 1
-        steps = image.stride()
-        overlapping = image.as_strided(
-            (lanes, samples, rows, columns, tall, wide * channels), (*steps[:4], steps[2], 1)
-        )
         used = tall * wide * channels
         padded = -(-used // 8) * 8
-        if padded == used:
-            patches = overlapping.reshape(lanes, samples * rows * columns, used)
-        else:
-            patches = image.new_zeros(lanes, samples, rows, columns, padded)
-            patches[..., :used].unflatten(-1, (tall, wide * channels)).copy_(overlapping)
-            patches = patches.flatten(1, 3)
+        patches = image.new_empty(lanes, samples, rows, columns, padded)
+        patches[..., used:] = 0
+        source, target, across = image, patches[..., :used], wide * channels
+        if padded == used and channels * image.element_size() % 16 == 0:
+            # A copy moves one element at a time: let it move 16 bytes.
+            source, target = (tensor.view(torch.complex128) for tensor in (source, target))
+            across = across * image.element_size() // 16
+        steps = source.stride()
+        overlapping = source.as_strided((lanes, samples, rows, columns, tall, across), (*steps[:4], steps[2], 1))
+        target.unflatten(-1, (tall, across)).copy_(overlapping)
+        patches = patches.flatten(1, 3)
         kernels = weight.permute(0, 3, 4, 2, 1).reshape(lanes, used, outputs)
         kernels = functional.pad(kernels, (0, 0, 0, padded - used)) if padded > used else kernels
         ctx.save_for_backward(patches, kernels)
         ctx.shapes = image.shape, weight.shape
-        return torch.bmm(patches, kernels).view(lanes, samples, rows, columns, outputs)
+        return torch.baddbmm(bias[:, None], patches, kernels).view(lanes, samples, rows, columns, outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, Tensor, Tensor]:
         patches, kernels = ctx.saved_tensors
         (lanes, samples, height, width, channels), (_, outputs, _, tall, wide) = ctx.shapes
         used = tall * wide * channels
@@ -119,15 +119,16 @@ class _PatchProduct(torch.autograd.Function):
         products = torch.bmm(patches.view(by_sample).transpose(1, 2), gradient.view(by_sample))
         weight = products.unflatten(0, (lanes, samples)).sum(dim=1)[:, :used]
         weight = weight.view(lanes, tall, wide, channels, outputs).permute(0, 4, 3, 1, 2)
+        bias = gradient.sum(dim=1)
         if not ctx.needs_input_grad[0]:
-            return None, weight
+            return None, weight, bias
         back = torch.bmm(gradient, kernels[:, :used].transpose(1, 2))
         back = back.view(lanes, samples, rows, columns, tall, wide, channels)
         image = gradient.new_zeros(lanes, samples, height, width, channels)
         for row in range(tall):
             for column in range(wide):
                 image[:, :, row : row + rows, column : column + columns] += back[:, :, :, :, row, column]
-        return image, weight
+        return image, weight, bias
 
 
 def stacked(model: Model, form: type[Grouped] | type[Columns]) -> Forward:
@@ -141,20 +142,23 @@ def stacked(model: Model, form: type[Grouped] | type[Columns]) -> Forward:
         return general
 
     def forward(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        # Vectors are [lanes, entries, samples]: then the gradient of a layer's weights has the order of the weights.
         lanes, is_image = len(x), False
+        x = x.transpose(1, 2) if x.ndim == 3 else x
         for name, layer in layers:
             if isinstance(layer, nn.Conv2d | nn.MaxPool2d | nn.AvgPool2d) and not is_image:
                 x, is_image = form.enter(x), True
             if isinstance(layer, nn.Conv2d):
                 x = form.convolve(layer, x, parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
             elif isinstance(layer, nn.Flatten):
-                x, is_image = (form.leave(x, lanes) if is_image else x.flatten(2)), False
+                if is_image or x.ndim > 3:
+                    x, is_image = (form.leave(x, lanes) if is_image else x.flatten(2)).transpose(1, 2), False
             elif isinstance(layer, nn.Linear):
-                weight, bias = parameters[f"{name}.weight"].transpose(1, 2), parameters.get(f"{name}.bias")
-                x = torch.bmm(x, weight) if bias is None else torch.baddbmm(bias[:, None], x, weight)
+                weight, bias = parameters[f"{name}.weight"], parameters.get(f"{name}.bias")
+                x = torch.bmm(weight, x) if bias is None else torch.baddbmm(bias[:, :, None], weight, x)
             else:
                 x = layer(x)
-        return x
+        return x.transpose(1, 2)
 
     return forward
 

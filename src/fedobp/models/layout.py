@@ -55,8 +55,14 @@ class Layout:
         }
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the vector of named tensors: the inverse of `views`."""
-        return torch.cat([tensors[name].detach().reshape(-1) for name in self.names])
+        """Return the vector of named tensors: the inverse of `views`; leading axes stay in front."""
+        flat = [
+            tensors[name].detach().flatten(tensors[name].ndim - len(shape))
+            if shape
+            else tensors[name].detach()[..., None]
+            for name, shape in zip(self.names, self.shapes, strict=True)
+        ]
+        return torch.cat(flat, dim=-1)
 
     def is_head(self, device: torch.device | None = None) -> Tensor:
         """Return the mask of the head's entries."""

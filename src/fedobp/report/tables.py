@@ -1,7 +1,7 @@
 """What people read at the end of a run: tables, with the protocol that the numbers belong to."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -106,6 +106,51 @@ def compare_table(results: Sequence[Result]) -> RenderableType:
 
 def _plus_minus(spread: dict[str, float | None]) -> str:
     return f"{spread['mean']:.2f}" + (f" ± {spread['std']:.2f}" if spread["std"] is not None else "")
+
+
+def bench_table(found: Mapping[str, Any]) -> RenderableType:
+    """Return both engines' speed, what was measured, and how a run is reckoned from it."""
+    top = max(row["flops_per_second"] for row in found["engines"])
+    unit, size = ("TFLOP/s", 1e12) if top >= 1e12 else ("GFLOP/s", 1e9)
+    table = _table(
+        "engine", "rounds", "steps/s", "occupancy", unit, "of peak", "s/round", "speed", f"{found['rounds']} rounds"
+    )
+    for row in found["engines"]:
+        table.add_row(
+            row["engine"],
+            f"{row['rounds']:.1f}",
+            f"{row['steps_per_second']:,.0f}",
+            f"{row['occupancy']:.0%}",
+            f"{row['flops_per_second'] / size:.1f}",
+            f"{row['share_of_peak']:.0%}",
+            f"{row['seconds_per_round']:.2f}",
+            f"{row['speedup']:.2f}x",
+            _duration(row["seconds_per_run"]),
+        )
+    spread = f"Dirichlet({found['alpha']:g})" if found["partition"] == "dirichlet" else found["partition"].upper()
+    threads = f"{found['threads']} CPU thread" + "s" * (found["threads"] > 1)
+    where = threads if found["device"] == "cpu" else found["device"]
+    lines = [
+        f"{found['dataset']}, {found['clients']:,} clients, {spread}, {found['cohort']:,} a round; {found['model']} of "
+        f"{found['parameters']:,} parameters, {found['epochs']} epochs, batches of {found['batch_size']}.",
+        f"A step is one client's, on one batch: {found['flops_per_step'] / 1e6:,.1f} MFLOP where it is full. Peak: the "
+        f"best matrix product here, {found['peak_flops_per_second'] / size:,.1f} {unit} ({where}, "
+        f"{found['precision']}).",
+        f"Measured in {found['seconds']:.0f} s on rounds of average size; {found['rounds']} rounds have "
+        f"{found['steps_per_round']:,.0f} steps each on average, and {found['evaluations']} evaluations.",
+    ]
+    if found["runs"] > 1:
+        lines[-1] += f" Times are one run's share of {found['runs']} side by side."
+    if found["random_data"]:
+        lines.append(f"Random images in the shape of {found['dataset']}: time does not depend on what they show.")
+    return Group(table, *map(Text, lines))
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def methods_table(methods: Sequence[dict[str, Any]]) -> RenderableType:
