@@ -22,15 +22,12 @@ from fedobp.engine import (
     Budget,
     Counters,
     Engine,
-    Lanes,
     Population,
     Precision,
-    Serial,
     Store,
     Task,
     Trained,
     dtype_of,
-    memory_of,
 )
 from fedobp.engine.arithmetic import steady
 from fedobp.engine.cost import cost
@@ -38,7 +35,7 @@ from fedobp.engine.schedule import batches_of
 from fedobp.engine.stack import Grouped, stacked
 from fedobp.errors import FedobpError
 from fedobp.evaluation import Evaluator
-from fedobp.federation import cohorts, deal
+from fedobp.federation import cohorts, deal, engine_for, memory_for
 from fedobp.models import Model
 
 EngineName = Literal["serial", "lanes"]
@@ -178,13 +175,6 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def engine_of(name: EngineName, config: Config, model: Model) -> Engine:
-    """Return a fresh engine."""
-    if name == "serial":
-        return Serial(model, config.batch_size, config.precision)
-    return Lanes(model, config.batch_size, config.precision, memory_of(torch.device(config.device)) / 2)
-
-
 def noise(name: str, shape: Sequence[int], samples: int, classes: int) -> Dataset:
     """Return random images with balanced labels."""
     x = np.random.default_rng(0).integers(0, 256, (samples, *shape), dtype=np.uint8)
@@ -274,7 +264,7 @@ class _Session:
         found: dict[EngineName, tuple[_Measured, float]] = {}
         names: tuple[EngineName, ...] = ("lanes", "serial")
         for name in names:
-            engine = engine_of(name, config, self._model)
+            engine = engine_for(replace(config, engine=name), self._model)
             trained = self._trained(name, engine)
             found[name] = trained, self._evaluated(name, engine, trained)
         steps_per_round = sum(map(sum, self._steps)) / (config.rounds * len(self._configs))
@@ -342,7 +332,8 @@ class _Session:
         Where a whole round would take too long, its clients train for fewer epochs, and the serial engine, which
         takes one run after the other anyway, trains the first run alone.
         """
-        trials = [Trial(one, self._model, self._data, Budget()) for one in self._configs]
+        budget = Budget(memory_for(self._config, "store"))
+        trials = [Trial(one, self._model, self._data, budget) for one in self._configs]
         order = self._typical()
 
         def measured(rounds: Sequence[int], runs: int, epochs: int) -> _Measured:
@@ -373,7 +364,7 @@ class _Session:
         found = measured(first, runs, epochs)
         once = found.seconds
         while once <= self._left(name):
-            at_once = 1 if self._device.type == "cpu" else min(_AT_ONCE, int(self._left(name) / once))
+            at_once = 1 if self._device.type == "cpu" else max(1, min(_AT_ONCE, int(self._left(name) / once)))
             more = measured(list(islice(order, at_once)), runs, epochs)
             found, once = found + more, more.seconds / at_once
         return found

@@ -25,6 +25,7 @@ from fedobp.engine import (
     Trained,
     diverged,
     dtype_of,
+    keep_memory,
     memory_of,
 )
 from fedobp.evaluation import Accuracy, Evaluator, Personal, Protocol, Report, protocol
@@ -223,13 +224,22 @@ def _room(federation: Federation, configs: Sequence[Config]) -> int:
     """
     vector = federation.model.layout.size * federation.data.dtype.itemsize
     most = max(config.clients for config in configs)
-    return max(1, int(_memory(federation.config, "store") / (3 * vector * most)))
+    return max(1, int(memory_for(federation.config, "store") / (3 * vector * most)))
 
 
-def _memory(config: Config, what: Literal["lane", "store"]) -> float:
+def memory_for(config: Config, what: Literal["lane", "store"]) -> float:
     """Return a budget in bytes: the stated one, or a share of the machine's memory."""
     stated = config.lane_memory if what == "lane" else config.store_memory
     return stated * 2**30 or memory_of(torch.device(config.device)) / (2 if what == "lane" else 4)
+
+
+def engine_for(config: Config, model: Model) -> Engine:
+    """Return the engine that a configuration names."""
+    if config.device == "cpu":
+        keep_memory()
+    if config.engine == "serial":
+        return Serial(model, config.batch_size, config.precision)
+    return Lanes(model, config.batch_size, config.precision, memory_for(config, "lane"))
 
 
 def _launch(
@@ -238,12 +248,8 @@ def _launch(
     """Train runs side by side, round by round."""
     begun = time.perf_counter()
     first, config, _ = plans[0]
-    engine: Engine
-    if config.engine == "serial":
-        engine = Serial(first.model, config.batch_size, config.precision)
-    else:
-        engine = Lanes(first.model, config.batch_size, config.precision, _memory(config, "lane"))
-    budget = Budget(_memory(config, "store"))
+    engine = engine_for(config, first.model)
+    budget = Budget(memory_for(config, "store"))
     runs = [_Run(federation, config, out, engine, budget) for federation, config, out in plans]
     for round in range(1, max(run.config.rounds for run in runs) + 1):
         clock, before = time.perf_counter(), engine.counters

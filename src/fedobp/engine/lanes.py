@@ -91,7 +91,7 @@ class Lanes:
         self._graphs = Graphs(model.layout, self._forms["cuda"], self._low)
         self._workers = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self._workers, "fedobp-lanes")
-        self._costs: dict[torch.dtype, Cost] = {}
+        self._costs: dict[tuple[str, torch.dtype], Cost] = {}
         self._aside: torch.cuda.Stream | None = None
         self._ready: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self.counters = Counters()
@@ -103,7 +103,8 @@ class Lanes:
             people, cohort, theta = task.people, task.now.cohort.tolist(), done.theta
             people.keep(cohort, done.own, theta)
             n = send([people.data.size(client, "train") for client in cohort], theta.device)
-            finite = theta.isfinite().all(dim=1) & ~loss.isinf()
+            # One pass: whatever is not finite shows in the sum.
+            finite = theta.sum(dim=1).isfinite() & ~loss.isinf()
             answers.append(Trained({name: poisoned(value) for name, value in done.up.items()}, n, loss, finite))
         return answers
 
@@ -241,15 +242,10 @@ class Lanes:
         fit = self._fit_plain if phases[0].item.loss is None else self._fit_loss
 
         def train(some: Sequence[_Lane]) -> int:
-            trained, loss, slots = fit(some)
+            rows = [[vectors[id(lane.phase)][name][lane.row] for name in lane.phase.item.learn] for lane in some]
+            loss, slots = fit(some, rows)
             loss = loss / send([lane.steps for lane in some], like.device)
-            for phase in phases:
-                here = [at for at, lane in enumerate(some) if lane.phase is phase]
-                source = send(here, like.device, torch.int64)
-                target = send([some[at].row for at in here], like.device, torch.int64)
-                losses[id(phase)][target] = loss[source]
-                for name, values in zip(phase.item.learn, trained, strict=True):
-                    vectors[id(phase)][name][target] = values[source]
+            torch._foreach_copy_([losses[id(lane.phase)][lane.row] for lane in some], list(loss.unbind()))
             return slots
 
         slots = self._work(train, self._dealt(moving, like, self._batch), like.device)
@@ -257,13 +253,14 @@ class Lanes:
         self.counters += Counters(sum(lane.steps for lane in moving), sum(slots), sum(seen))
         return [(vectors[id(phase)], losses[id(phase)]) for phase in phases]
 
-    def _fit_plain(self, lanes: Sequence[_Lane]) -> tuple[list[Tensor], Tensor, int]:
-        """Train a stack with cross-entropy; its first lane has the most steps."""
+    def _fit_plain(self, lanes: Sequence[_Lane], rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:
+        """Train a stack with cross-entropy: `rows` change in place. Return the sums of losses, and the slots taken."""
         ids, counts = self._data_order(lanes)
         data = [lane.phase.task.people.data for lane in lanes]
         item, layout = lanes[0].phase.item, self._model.layout
         learned = {name for name in layout.names if item.part == "all" or layout.in_head(name) == (item.part == "head")}
-        theta = _rows(lanes, lambda phase: phase.client.work[phase.item.learn[0]])
+        models = [row for [row] in rows]
+        theta = torch.stack(models) if len(models) > 1 else models[0][None]  # one alone is trained where it lies
         stack = Stack(
             tensors={name: tensor.contiguous() for name, tensor in layout.views(theta).items()},
             rule=_rule(lanes, layout.size),
@@ -281,10 +278,12 @@ class Lanes:
             slots = self._graphs.descend(stack, steps)
         else:
             slots = descend(stack, steps, layout, self._forms["cpu"], self._low)
-        return [layout.flatten(stack.tensors)], stack.loss, slots
+        if len(models) > 1 or theta.is_cuda:
+            torch._foreach_copy_(models, list(layout.flatten(stack.tensors).unbind()))
+        return stack.loss, slots
 
-    def _fit_loss(self, lanes: Sequence[_Lane]) -> tuple[list[Tensor], Tensor, int]:
-        """Train a stack with a loss of the method's own."""
+    def _fit_loss(self, lanes: Sequence[_Lane], rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:
+        """Train a stack with a loss of the method's own, as `_fit_plain` does."""
         ids, counts = self._data_order(lanes)
         data = [lane.phase.task.people.data for lane in lanes]
         item = lanes[0].phase.item
@@ -319,7 +318,9 @@ class Lanes:
                 for name in item.learn:
                     move(learned[name][:awake], gradients[name], rules[name].part(awake))
                 slots += now.numel()
-        return list(learned.values()), total, slots
+        for at, vectors in enumerate(rows):
+            torch._foreach_copy_(list(vectors), [values[at] for values in learned.values()])
+        return total, slots
 
     def _data_order(self, lanes: Sequence[_Lane]) -> tuple[Tensor, Tensor]:
         """Return every step's samples [steps, lanes, batch], and how many of them are real [steps, lanes]."""
@@ -346,9 +347,10 @@ class Lanes:
 
     def _dealt(self, longest_first: Sequence[T], like: Tensor, samples: int) -> list[list[T]]:
         """Deal lanes out to stacks, so that all are about equally long and none exceeds the memory."""
-        if like.dtype not in self._costs:
-            self._costs[like.dtype] = cost(self._model, self._forms["cpu"], self._batch, like.dtype)
-        price = self._costs[like.dtype]
+        where = like.device.type, like.dtype
+        if where not in self._costs:
+            self._costs[where] = cost(self._model, self._forms[where[0]], self._batch, like.dtype)
+        price = self._costs[where]
         share = samples / self._batch
         at_once = 1 if like.is_cuda else self._workers
         fit_in = self._memory / at_once / (price.fixed_bytes + share * price.batch_bytes)

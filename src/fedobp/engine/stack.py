@@ -25,6 +25,12 @@ _ELEMENTWISE = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sig
 _POOLS = (nn.MaxPool2d, nn.AvgPool2d)
 
 
+def _channels_last(x: Tensor) -> Tensor:
+    """Return images in channels-last order, with strides that say so even where there is one channel."""
+    rows = x.permute(0, 2, 3, 1)
+    return rows.flatten().view(rows.shape).permute(0, 3, 1, 2)
+
+
 class Grouped:
     """Images as [samples, lanes * channels, height, width]: one grouped convolution serves all lanes."""
 
@@ -32,14 +38,13 @@ class Grouped:
     def enter(x: Tensor) -> Tensor:
         """Return images of the network's input [lanes, samples, channels, height, width]."""
         lanes, samples, channels, *sides = x.shape
-        merged = x.transpose(0, 1).reshape(samples, lanes * channels, *sides)
-        return merged.contiguous(memory_format=torch.channels_last)
+        return _channels_last(x.transpose(0, 1).reshape(samples, lanes * channels, *sides))
 
     @staticmethod
     def convolve(layer: nn.Conv2d, image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Apply a layer with each lane's weights."""
         lanes = len(weight)
-        kernels = weight.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        kernels = _channels_last(weight.flatten(0, 1))
         shifts = None if bias is None else bias.flatten()
         assert not isinstance(layer.padding, str)
         return functional.conv2d(image, kernels, shifts, layer.stride, layer.padding, layer.dilation, lanes)
@@ -56,7 +61,7 @@ class Columns:
     @staticmethod
     def enter(x: Tensor) -> Tensor:
         """Return images of the network's input [lanes, samples, channels, height, width]."""
-        return x.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        return _channels_last(x.flatten(0, 1))
 
     @staticmethod
     def convolve(layer: nn.Conv2d, image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

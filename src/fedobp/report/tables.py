@@ -113,7 +113,7 @@ def bench_table(found: Mapping[str, Any]) -> RenderableType:
     top = max(row["flops_per_second"] for row in found["engines"])
     unit, size = ("TFLOP/s", 1e12) if top >= 1e12 else ("GFLOP/s", 1e9)
     table = _table(
-        "engine", "rounds", "steps/s", "occupancy", unit, "of peak", "s/round", "speed", f"{found['rounds']} rounds"
+        "engine", "rounds", "steps/s", "full", unit, "of peak", "s/round", "speed", f"{found['rounds']} rounds"
     )
     for row in found["engines"]:
         table.add_row(
@@ -133,9 +133,9 @@ def bench_table(found: Mapping[str, Any]) -> RenderableType:
     lines = [
         f"{found['dataset']}, {found['clients']:,} clients, {spread}, {found['cohort']:,} a round; {found['model']} of "
         f"{found['parameters']:,} parameters, {found['epochs']} epochs, batches of {found['batch_size']}.",
-        f"A step is one client's, on one batch: {found['flops_per_step'] / 1e6:,.1f} MFLOP where it is full. Peak: the "
-        f"best matrix product here, {found['peak_flops_per_second'] / size:,.1f} {unit} ({where}, "
-        f"{found['precision']}).",
+        f"A step is one client's, on one batch: {found['flops_per_step'] / 1e6:,.1f} MFLOP. Full: the share of what is "
+        "computed that is no padding. Peak: the best matrix product here, "
+        f"{found['peak_flops_per_second'] / size:,.1f} {unit} ({where}, {found['precision']}).",
         f"Measured in {found['seconds']:.0f} s on rounds of average size; {found['rounds']} rounds have "
         f"{found['steps_per_round']:,.0f} steps each on average, and {found['evaluations']} evaluations.",
     ]

@@ -1,0 +1,289 @@
+"""`fedobp bench`: what it counts is right, what it reckons follows from what it measured. No time is asserted."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from fedobp import Config, Federation, FedobpError, Model
+from fedobp import bench as room
+from fedobp.bench import Bench, Speed, Trial, bench, noise, peak, stand_in, step_flops, steps_by_round, train
+from fedobp.data import FederatedData, partition
+from fedobp.engine import Budget
+from fedobp.engine.schedule import batches
+from fedobp.federation import cohorts, engine_for
+from fedobp.keys import fold
+from fedobp.report.tables import bench_table
+
+TINY = {"dataset": "digits", "clients": 6, "participation": 0.5, "model": "mlp", "rounds": 7, "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "by_hand"),
+    [
+        # Forward and the weights' gradients for both layers, the inputs' gradient for the second.
+        ("mlp", (1, 8, 8), 2 * (2 * (64 * 128 + 128 * 10) + 128 * 10)),
+        ("cnn", (1, 28, 28),
+         2 * (2 * (24 * 24 * 25 * 32) + 3 * (8 * 8 * 32 * 25 * 64) + 3 * 1024 * 512 + 3 * 512 * 10)),
+    ],
+)  # fmt: skip
+def test_a_steps_operations_by_hand(name, shape, by_hand):
+    config = Config(**TINY | {"batch_size": 8})
+    assert step_flops(config, Model(name, shape, 10)) == 8 * by_hand
+
+
+@pytest.mark.parametrize("more", [{}, {"batch_size": 7, "epochs": 2, "seed": 3}, {"sampling": "published"}])
+def test_the_steps_of_every_round_by_brute_force(more):
+    config = Config(**TINY | more)
+    data = Federation(config).data
+    expected = [
+        sum(
+            len(batches(fold(round, client, epoch), data.size(client, "train"), config.batch_size))
+            for client in cohort.tolist()
+            for epoch in range(config.epochs)
+        )
+        for round, cohort in enumerate(cohorts(config))
+    ]
+    assert steps_by_round(config, data) == expected
+    assert len(expected) == 7
+
+
+@pytest.mark.parametrize("name", ["serial", "lanes"])
+def test_rounds_are_those_of_a_real_run(name):
+    config = Config(**TINY | {"rounds": 3, "engine": name, "save_models": "none"})
+    federation = Federation(config)
+    trial, engine = (
+        Trial(config, federation.model, federation.data, Budget()),
+        engine_for(replace(config, engine=name), federation.model),
+    )
+    moments = [[trial.moment(at, cohort, config.epochs)] for at, cohort in enumerate(cohorts(config), start=1)]
+    train(engine, [trial], moments)
+    assert engine.counters.steps == sum(steps_by_round(config, federation.data))
+    real = federation.model.layout.flatten(federation.run().state_dict())
+    assert torch.equal(trial.server["theta"], real)
+
+
+def check(found):
+    """Every reckoned number follows from measured ones."""
+    serial, lanes = found.engines
+    assert (serial.engine, lanes.engine) == ("serial", "lanes")
+    assert (serial.occupancy, serial.speedup) == (1.0, 1.0)
+    assert lanes.speedup == pytest.approx(lanes.steps_per_second / serial.steps_per_second)
+    for speed in found.engines:
+        assert 0 < speed.occupancy <= 1
+        assert speed.rounds > 0
+        # A step is on a full batch at most.
+        assert 0 < speed.flops_per_second <= speed.steps_per_second * found.flops_per_step * (1 + 1e-9)
+        assert speed.share_of_peak == pytest.approx(speed.flops_per_second / found.peak_flops_per_second)
+        assert speed.seconds_per_round == pytest.approx(found.steps_per_round / speed.steps_per_second)
+        evaluations = found.evaluations * speed.seconds_per_evaluation
+        assert speed.seconds_per_run == pytest.approx(found.rounds * speed.seconds_per_round + evaluations)
+
+
+def test_numbers_agree_with_each_other():
+    config = Config(**TINY | {"batch_size": 16})
+    told = []
+    found = bench(config, seconds=1, progress=lambda what, share: told.append((what, share)))
+    check(found)
+    assert found.steps_per_round == pytest.approx(np.mean(steps_by_round(config, Federation(config).data)))
+    assert (found.runs, found.rounds, found.evaluations, found.cohort) == (1, 7, 7, 3)
+    assert (found.random_data, found.samples, found.parameters) == (False, 1797, 9610)
+    assert {"data", "matrix product", "serial", "lanes"} <= {what for what, _ in told}
+    assert [share for _, share in told] == sorted(share for _, share in told)
+    assert all(0 <= share <= 1 for _, share in told)
+
+
+@pytest.fixture
+def fake_time(monkeypatch):
+    """Let an epoch of a run take a second; return what was trained: (engine, runs, rounds, epochs)."""
+    now, seen, real = [0.0], [], room.train
+
+    def tick():
+        now[0] += 1e-6
+        return now[0]
+
+    def slow(engine, trials, rounds):
+        real(engine, trials, rounds)
+        epochs = rounds[0][0].epochs
+        seen.append((type(engine).__name__, len(trials), [moments[0].round for moments in rounds], epochs))
+        now[0] += len(trials) * len(rounds) * epochs
+        return float(len(trials) * len(rounds) * epochs)
+
+    monkeypatch.setattr(room, "time", SimpleNamespace(perf_counter=tick))
+    monkeypatch.setattr(room, "peak", lambda device, precision, seconds: 1e9)
+    monkeypatch.setattr(room, "train", slow)
+    return seen
+
+
+def test_the_most_typical_rounds_are_measured_by_both_engines(fake_time):
+    config = Config(**TINY)
+    found = bench(config, seconds=62)
+    check(found)
+    steps = steps_by_round(config, Federation(config).data)
+    nearest = sorted(range(7), key=lambda round: abs(steps[round] - np.mean(steps)))
+    # Of 62 s, 27.9 end the lanes: 1 for waking up, 1 for one epoch as a trial, and 5 for a round.
+    rounds = {name: [at[0] - 1 for engine, _, at, epochs in fake_time if (engine, epochs) == (name, 5)]
+              for name in ("Lanes", "Serial")}  # fmt: skip
+    assert rounds["Lanes"] == nearest[:5]
+    assert rounds["Serial"] == nearest[:5]
+    assert [speed.rounds for speed in found.engines] == [5, 5]
+
+
+def test_where_a_round_is_too_long_a_part_of_it_is_measured(fake_time):
+    found = bench(Config(**TINY), seconds=12)
+    check(found)
+    # 5.4 s end the lanes: 1 + 1 are spent, and 3 epochs are affordable; then 5.8 s are left, and 2 spent again.
+    assert [epochs for engine, _, _, epochs in fake_time if engine == "Lanes"] == [1, 1, 3]
+    assert [epochs for engine, _, _, epochs in fake_time if engine == "Serial"] == [1, 1, 3]
+    assert [speed.rounds for speed in found.engines] == [pytest.approx(0.6)] * 2
+
+
+def test_where_an_epoch_is_too_long_it_is_all_that_is_measured(fake_time):
+    found = bench(Config(**TINY), seconds=2)
+    check(found)
+    assert [epochs for _, _, _, epochs in fake_time] == [1] * 4
+    assert [speed.rounds for speed in found.engines] == [pytest.approx(0.2)] * 2
+
+
+def test_runs_train_side_by_side_and_times_are_one_runs_share(fake_time):
+    config = Config(**TINY)
+    found = bench(config, runs=3, seconds=80)
+    check(found)
+    # All three in the lanes, as many as the time allows one after the other: a whole round of three takes 15 s.
+    assert {runs for engine, runs, _, epochs in fake_time if (engine, epochs) == ("Lanes", 5)} == {3}
+    assert {runs for engine, runs, _, epochs in fake_time if (engine, epochs) == ("Serial", 5)} == {3}
+    found = bench(config, runs=3, seconds=30)
+    assert {runs for engine, runs, _, epochs in fake_time[-2:] if engine == "Serial"} == {1}
+    data = Federation(config).data
+    steps = [np.mean(steps_by_round(replace(config, seed=seed), data)) for seed in (42, 43, 44)]
+    assert found.steps_per_round == pytest.approx(np.mean(steps))
+    for speed in found.engines:
+        # An epoch of a run takes a second here, whichever engine.
+        assert speed.seconds_per_round == pytest.approx(5, rel=0.5)
+
+
+def test_evaluation_of_some_clients_is_scaled_to_all(fake_time, monkeypatch):
+    asked = []
+
+    def evaluate(self, engine):
+        asked.append(self.data.clients)
+        return 2.0 * sum(self.data.size(client, "test") for client in range(self.data.clients))
+
+    monkeypatch.setattr(Trial, "evaluate", evaluate)
+    data = Federation(Config(**TINY)).data
+    tested = sum(data.size(client, "test") for client in range(6))
+    for seconds, everyone in ((1, False), (60, True)):
+        asked.clear()
+        found = bench(Config(**TINY | {"rounds": 1}), seconds=seconds)
+        assert [speed.seconds_per_evaluation for speed in found.engines] == [pytest.approx(2.0 * tested)] * 2
+        assert (set(asked) == {6}) is everyone
+
+
+def test_noise_has_the_shape_and_the_partition_of_the_real_set(monkeypatch, tmp_path):
+    monkeypatch.setenv("FEDOBP_DATA", str(tmp_path))
+    found = stand_in(Config(dataset="cifar10"))
+    assert found.x.shape == (60_000, 32, 32, 3)
+    assert (found.x.dtype, found.name, found.classes) == (np.uint8, "cifar10", 10)
+    assert np.bincount(found.y).tolist() == [6_000] * 10
+    # docs/data.md: clients of 14 to 3,091 samples at seed 42 and alpha 0.1.
+    sizes = [len(shard.train) + len(shard.test) for shard in partition(found.y, 100, alpha=0.1, seed=42)]
+    assert (min(sizes), max(sizes)) == (14, 3091)
+    np.savez(tmp_path / "cifar10.npz", x=found.x[:100], y=found.y[:100])
+    assert stand_in(Config(dataset="cifar10")) is None
+    assert stand_in(Config(dataset="digits")) is None
+
+
+def test_noise_repeats():
+    first, second = (noise("any", (4, 4), 50, 3) for _ in range(2))
+    assert np.array_equal(first.x, second.x)
+    data = FederatedData(first, partition(first.y, 3, kind="iid"), torch.device("cpu"), torch.float32)
+    assert data.shape == (1, 4, 4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
+def test_the_peak_is_a_rate_and_leaves_the_generators_alone(precision):
+    before = torch.get_rng_state()
+    assert peak(torch.device("cpu"), precision, 0.01) > 1e6
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("wrong", [{"seconds": 0}, {"seconds": float("nan")}, {"seconds": float("inf")}, {"runs": 0}])
+def test_what_cannot_be_measured_is_refused(wrong):
+    with pytest.raises(FedobpError, match=f"--{next(iter(wrong))} must be between 1 and"):
+        bench(Config(**TINY), **wrong)
+
+
+ARGUMENTS = ("bench", "--dataset", "digits", "--model", "mlp", "--clients", 5, "--seconds", 1)
+
+
+def test_the_table_is_read_without_a_terminal(command):
+    said = command(*ARGUMENTS, "--participation", 1, "--alpha", 0.5, "--batch-size", 16, "--precision", "fp64")
+    assert (said.code, said.err) == (0, "")
+    for word in ("serial", "lanes", "full", "FLOP/s", "of peak", "60 rounds", "Dirichlet(0.5)", "fp64", "5 a round"):
+        assert word in said.out
+    assert "Random images" not in said.out
+    assert "fedobp bench --" in command("bench", "--help").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--seconds", "0"], "--seconds must be between 1 and 3600"),
+        (["--seconds", "soon"], "not a valid float"),
+        (["--runs", "0"], "--runs must be between"),
+        (["--dataset", "mnst"], "did you mean 'mnist'"),
+        (["--model", "mpl"], "did you mean 'mlp'"),
+        (["--clients", "0"], "--clients must be at least 1"),
+        (["--clients", "50000"], "use fewer --clients"),
+        (["--participation", "2"], "--participation must be at most 1"),
+        (["--batch-size", "1"], "--batch-size must be at least 2"),
+        (["--precision", "tf32", "--device", "cpu"], "use --precision fp32"),
+        (["--dataset", "digits", "--model", "cnn"], "at least 16x16"),
+    ],
+)
+def test_bad_flags_are_one_sentence_and_exit_code_2(command, arguments, sentence):
+    said = command("bench", *arguments)
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    assert sentence in said.err
+
+
+def test_a_fast_device_is_shown_in_larger_units():
+    rows = tuple(
+        Speed(name, 12.0, rate, 0.97, rate * 1e9, 0.5, 3e3 / rate, rate / 1e3, 0.1, hours * 3600.0)
+        for name, rate, hours in (("serial", 1e3, 2.5), ("lanes", 2e4, 0.01))
+    )
+    found = Bench(
+        "NVIDIA H200", 8, "tf32", "cifar10", True, 60_000, "cnn", 878_538, 100, 10, "iid", 0.1, 32, 5, 8, 400, 20,
+        713.2, 1.4e9, 4e13, rows, 31.0,
+    )  # fmt: skip
+    console = Console(width=120, color_system=None)
+    with console.capture() as shown:
+        console.print(bench_table(asdict(found)))
+    for word in ("TFLOP/s", "20.00x", "2 h 30 min", "36.0 s", "NVIDIA H200, tf32", "40.0 TFLOP/s", "97%", "IID",
+                 "one run's share of 8", "Random images in the shape of cifar10"):  # fmt: skip
+        assert word in " ".join(shown.get().split())
+
+
+def test_json_has_exactly_the_documented_keys_and_needs_nothing_but_torch_numpy_typer_and_rich(tmp_path):
+    code = """
+import sys
+sys.modules.update(dict.fromkeys(("sklearn", "scipy", "matplotlib", "safetensors")))  # as if they were not there
+from fedobp.cli import main
+sys.argv = "fedobp bench --model mlp --data-dir none --seconds 1 --epochs 1 --runs 2 --json".split()
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert done.stdout.count("\n") == 1
+    found = json.loads(done.stdout)
+    assert set(found) == set(Bench.__dataclass_fields__)
+    assert [set(row) for row in found["engines"]] == [set(Speed.__dataclass_fields__)] * 2
+    assert (found["runs"], found["epochs"], found["batch_size"]) == (2, 1, 32)
+    assert (found["dataset"], found["random_data"], found["samples"], done.stderr) == ("fmnist", True, 70_000, "")
