@@ -194,7 +194,7 @@ def sweep(
                 if progress:
                     progress(replace(at, run=together[at.run]))
 
-            for run, result in zip(together, _launch(plans, report), strict=True):
+            for run, result in zip(together, _launch(plans, report, keep_models), strict=True):
                 # Whole personal models of every run would fill the memory.
                 results[run] = result if keep_models else replace(result, models=result.models.without_clients())
     return [results[run] for run in range(len(configs))]
@@ -243,14 +243,16 @@ def engine_for(config: Config, model: Model) -> Engine:
 
 
 def _launch(
-    plans: Sequence[tuple[Federation, Config, Path | None]], progress: Callable[[Progress], None]
+    plans: Sequence[tuple[Federation, Config, Path | None]],
+    progress: Callable[[Progress], None],
+    keep_models: bool = True,
 ) -> list[Result]:
     """Train runs side by side, round by round."""
     begun = time.perf_counter()
     first, config, _ = plans[0]
     engine = engine_for(config, first.model)
     budget = Budget(memory_for(config, "store"))
-    runs = [_Run(federation, config, out, engine, budget) for federation, config, out in plans]
+    runs = [_Run(federation, config, out, engine, budget, keep_models) for federation, config, out in plans]
     for round in range(1, max(run.config.rounds for run in runs) + 1):
         clock, before = time.perf_counter(), engine.counters
         going = [(at, run) for at, run in enumerate(runs) if round <= run.config.rounds]
@@ -275,7 +277,13 @@ class _Run:
     """One method's training on a federation."""
 
     def __init__(
-        self, federation: Federation, config: Config, out: Path | None, engine: Engine, budget: Budget
+        self,
+        federation: Federation,
+        config: Config,
+        out: Path | None,
+        engine: Engine,
+        budget: Budget,
+        keep_models: bool = True,
     ) -> None:
         self.config, self.model, data = config, federation.model, federation.data
         self.method = method_class(config.method).configure(config.options)
@@ -286,6 +294,7 @@ class _Run:
         self.evaluate = Evaluator(self.method, self.model, self.people, engine, config.finetune_epochs)
         self.protocol = protocol(config.protocol, config.rounds)
         self.models = Models(self.model.layout, theta)
+        self.keep_models = keep_models or (out is not None and config.save_models == "all")
         self.folder = RunFolder(out, config.to_toml()) if out else None
         self.about = {"method": config.method, "model": config.model, **data.about()}
         self.cohorts = cohorts(config)
@@ -367,7 +376,7 @@ class _Run:
             self.rows,
             self._numbers(self.config.lr),
             everything=round in self.protocol.rounds,
-            keep=self.models.add if round == self.config.rounds else None,
+            keep=self.models.add if round == self.config.rounds and self.keep_models else None,
         )
 
     def _moment(self, round: int, clients: Tensor) -> Moment:

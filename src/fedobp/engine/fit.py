@@ -41,8 +41,8 @@ class Rule:
             if values is None:
                 return None
             if values.shape[1] == 1:
-                return values[:lanes].reshape(lanes, *[1] * len(shape)) if shape is not None else values[:lanes]
-            return values[:lanes, where].unflatten(1, shape) if shape is not None else values[:lanes, where]
+                return values[:lanes] if shape is None else values[:lanes].view(lanes, *[1] * len(shape))
+            return values[:lanes, where] if shape is None else values[:lanes, where].view(lanes, *shape)
 
         return Rule(**{name: cut(values) for name, values in vars(self).items()})
 
@@ -112,10 +112,13 @@ class Stepper:
         each = functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(ids.shape)
         real = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
         loss = (each * real).sum(dim=1) / counts.clamp(min=1)
+        with torch.no_grad():
+            self._loss += loss
+        if not self._learned:  # the base of a network that is all head
+            return
         # The gradient of lr * loss is the step of plain SGD: one pass over the weights less. Without samples it is 0.
         gradients = torch.autograd.grad((loss * self._lr if self._plain else loss).sum(), self._learned)
         with torch.no_grad():
-            self._loss += loss.detach()
             if self._plain:
                 torch._foreach_sub_(self._learned, gradients)
                 return

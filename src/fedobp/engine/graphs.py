@@ -30,6 +30,7 @@ class _Buffers:
 
     stack: Stack
     counter: Tensor
+    pool: Any  # memory that the graphs share: only one of them runs at a time
     graphs: dict[int, Any] = field(default_factory=dict)
 
 
@@ -39,7 +40,6 @@ class Graphs:
     def __init__(self, layout: Layout, forward: Forward, low: bool) -> None:
         self._layout, self._forward, self._low = layout, forward, low
         self._kept: dict[Any, _Buffers] = {}
-        self._pool: Any = None
 
     def descend(self, stack: Stack, steps: Sequence[int]) -> int:
         """Run all steps of a stack, whose lanes have the given numbers of them; return the batch slots it took."""
@@ -89,9 +89,8 @@ class Graphs:
         torch.cuda.current_stream().wait_stream(side)
         counter.zero_()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=buffers.pool):
             step()
-        self._pool = self._pool or graph.pool()
         return graph
 
 
@@ -114,7 +113,8 @@ def _empty(stack: Stack, steps: int, lanes: int) -> _Buffers:
         mean=room(stack.mean),
         std=torch.ones_like(room(stack.std)),
     )
-    return _Buffers(at, torch.zeros(1, dtype=torch.int64, device=stack.loss.device))
+    pool = torch.cuda.graph_pool_handle() if stack.loss.is_cuda else None
+    return _Buffers(at, torch.zeros(1, dtype=torch.int64, device=stack.loss.device), pool)
 
 
 def _load(buffers: _Buffers, stack: Stack) -> None:

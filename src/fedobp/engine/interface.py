@@ -28,7 +28,7 @@ class Population:
         """
         self.own.scatter(clients, own)
         remembered = own.get("theta")
-        if remembered is not None and remembered.data_ptr() == theta.data_ptr():
+        if remembered is not None and (remembered.data_ptr(), remembered.shape) == (theta.data_ptr(), theta.shape):
             self._remembered.update(clients)
         else:
             self._remembered.difference_update(clients)

@@ -205,8 +205,8 @@ class Lanes:
         )
         for at, item in enumerate(task.program):
             if isinstance(item, Train):
-                trained, loss = yield _Phase(task, item, client, fold(keys, at))
-                client = client.set(**trained)
+                trained, losses = yield _Phase(task, item, client, fold(keys, at))
+                client, loss = client.set(**trained), torch.where(losses.isnan(), loss, losses)
             else:
                 client = self._vectorised(item, client)
         return client, loss
@@ -260,7 +260,8 @@ class Lanes:
         item, layout = lanes[0].phase.item, self._model.layout
         learned = {name for name in layout.names if item.part == "all" or layout.in_head(name) == (item.part == "head")}
         models = [row for [row] in rows]
-        theta = torch.stack(models) if len(models) > 1 else models[0][None]  # one alone is trained where it lies
+        # One alone is trained where it lies: as `data`, because its neighbours' steps are no changes to it.
+        theta = torch.stack(models) if len(models) > 1 else models[0].data[None]
         stack = Stack(
             tensors={name: tensor.contiguous() for name, tensor in layout.views(theta).items()},
             rule=_rule(lanes, layout.size),
@@ -306,7 +307,7 @@ class Lanes:
         total = learned[first].new_zeros(len(lanes))
         mean, std = (torch.stack([getattr(one, name) for one in data]) for name in ("mean", "std"))
         slots = 0
-        with torch.autocast(total.device.type, torch.bfloat16, enabled=self._low):
+        with torch.autocast(total.device.type, torch.bfloat16, enabled=self._low, cache_enabled=False):
             for step, awake in enumerate(active([lane.steps for lane in lanes])):
                 now = ids[step, :awake]
                 x = data[0].x[now.flatten()].unflatten(0, now.shape)
@@ -356,7 +357,7 @@ class Lanes:
         fit_in = self._memory / at_once / (price.fixed_bytes + share * price.batch_bytes)
         size = max(1, int(min(fit_in, len(longest_first))))
         if not like.is_cuda:
-            size = min(size, _STACK_LANES, max(1, round(_STACK_WORK / (price.flops * share))))
+            size = min(size, _STACK_LANES, max(1, round(_STACK_WORK / max(1, price.flops * share))))
             size = min(size, -(-len(longest_first) // self._workers) or 1)
         stacks = -(-len(longest_first) // size)
         return [list(longest_first[at::stacks]) for at in range(stacks)]

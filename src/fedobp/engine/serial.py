@@ -107,7 +107,8 @@ class Serial:
         return self._modules[where]
 
     def _autocast(self, like: Tensor) -> torch.autocast:
-        return torch.autocast(like.device.type, torch.bfloat16, enabled=self._precision == "bf16")
+        # Without its cache, which would go on with the weights of the first step.
+        return torch.autocast(like.device.type, torch.bfloat16, enabled=self._precision == "bf16", cache_enabled=False)
 
 
 def sgd(

@@ -172,7 +172,10 @@ def _sequence(model: Model, form: type[Grouped] | type[Columns]) -> list[tuple[s
     """Return the layers in the order in which they are best run, or None if the module is not such a sequence."""
     if type(model.structure) is not nn.Sequential:
         return None
-    layers = list(model.structure.named_children())
+    layers = [one for one in model.structure.named_modules(remove_duplicate=False) if one[0] and "." not in one[0]]
+    shared = {id(layer) for _, layer in layers if any(True for _ in layer.parameters())}
+    if len(shared) < sum(any(True for _ in layer.parameters()) for _, layer in layers):
+        return None
     flat = len(model.shape) == 1
     for _, layer in layers:
         if getattr(layer, "inplace", False):

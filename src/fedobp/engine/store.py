@@ -6,6 +6,7 @@ either: only those who were ever selected take room.
 
 import os
 import tempfile
+import weakref
 from collections.abc import Iterable
 from math import prod
 
@@ -37,8 +38,12 @@ class _Mapped:
     def __init__(self, like: Tensor, clients: int) -> None:
         self._like = like
         self._bytes = like.numel() * like.element_size()
-        self._file = tempfile.TemporaryFile(prefix="fedobp-clients-")  # noqa: SIM115 (open as long as the store)
-        self._file.truncate(clients * self._bytes)  # a sparse file: untouched clients take no room on the disk
+        try:
+            self._file = tempfile.TemporaryFile(prefix="fedobp-clients-")  # noqa: SIM115 (open as long as this lives)
+            weakref.finalize(self, self._file.close)
+            self._file.truncate(clients * self._bytes)  # a sparse file: untouched clients take no room on the disk
+        except OSError as error:
+            raise _no_room("clients' state", error) from error
         shape = (clients, self._bytes)
         self._map = np.memmap(self._file, dtype=np.uint8, mode="r", shape=shape) if prod(shape) else None
 
@@ -50,14 +55,20 @@ class _Mapped:
 
     def write(self, client: int, value: Tensor) -> None:
         # Written through the file and not the mapping: a full disk is then an error and not a crash.
-        data = value.detach().cpu().contiguous().numpy().reshape(-1).view(np.uint8)
+        data = memoryview(value.detach().cpu().contiguous().numpy().tobytes())
+        done = 0
         try:
-            os.pwrite(self._file.fileno(), data.tobytes(), client * self._bytes)
+            while done < len(data):  # on a nearly full disk, and of more than 2 GiB, only a part is written
+                done += os.pwrite(self._file.fileno(), data[done:], client * self._bytes + done)
         except OSError as error:
-            raise FedobpError(
-                f"cannot keep client {client}'s state in {tempfile.gettempdir()} ({error.strerror}): free some space, "
-                f"set TMPDIR to a larger disk, or allow more memory with --store-memory"
-            ) from error
+            raise _no_room(f"client {client}'s state", error) from error
+
+
+def _no_room(what: str, error: OSError) -> FedobpError:
+    return FedobpError(
+        f"cannot keep {what} in a temporary file ({error.strerror or error}): free some space, set TMPDIR to a folder "
+        f"on a larger disk, or allow more memory with --store-memory"
+    )
 
 
 class Store:
