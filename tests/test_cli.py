@@ -156,6 +156,16 @@ def test_a_compared_run_equals_the_same_run_alone(command):
     assert {**both, "seconds": 0, "out": ""} == {**alone, "seconds": 0, "out": ""}
 
 
+def test_both_engines_give_the_same_table(command):
+    lanes, serial = (
+        command(
+            "compare", *TINY, "--methods", "fedobp,fedper", "--precision", "fp64", "--engine", engine, "--json"
+        ).json
+        for engine in ("lanes", "serial")
+    )
+    assert lanes["table"] == serial["table"]
+
+
 def test_partition_json_counts_every_sample_once(command):
     clients = command("partition", "--clients", 7, "--json").json["clients"]
     assert [client["id"] for client in clients] == list(range(7))
@@ -270,6 +280,9 @@ def test_methods_lists_ideas_options_and_papers(command):
         (["run", "--clients", "400"], "fewer than 10 for each of 400 clients"),
         (["run", "--lr", "1e9", "--rounds", "2"], "smaller --lr"),
         (["run", "--model", "cnn"], "at least 16x16"),
+        (["run", "--precision", "tf32", "--device", "cpu"], "use --precision fp32 on the CPU"),
+        (["run", "--engine", "lane"], "did you mean 'lanes'"),
+        (["run", "--store-memory", "-1"], "--store-memory must be at least 0"),
         (["compare", "--methods", "fedobp,fedvag"], "did you mean 'fedavg'"),
         (["compare", "--seeds", "0"], "--seeds"),
         (["partition", "--alpha", "-1"], "--alpha"),

@@ -92,6 +92,10 @@ def test_the_cosine_schedule_starts_at_lr_and_halves_midway():
         ({"sampling": "publshed"}, "did you mean 'published'"),
         ({"lr_schedule": "cosin"}, "did you mean 'cosine'"),
         ({"precision": "fp16"}, "--precision"),
+        ({"precision": "tf32", "device": "cpu"}, "--precision tf32 is arithmetic of CUDA cards"),
+        ({"engine": "lans"}, "did you mean 'lanes'"),
+        ({"lane_memory": -0.1}, "--lane-memory must be at least 0"),
+        ({"store_memory": -1.0}, "--store-memory must be at least 0"),
         ({"protocol": "paper", "rounds": 99}, "at least 100 rounds"),
         ({"model": 3}, "--model must be a text"),
         ({"data_dir": "\udcff"}, "--data-dir must be readable text"),
@@ -110,6 +114,11 @@ def test_what_is_wrong_is_said_in_one_sentence(wrong, sentence):
         Config(**wrong)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_clients_run_in_lanes_unless_asked_otherwise():
+    assert Config().engine == "lanes"
+    assert Config(engine="serial").engine == "serial"
 
 
 def test_cuda_without_a_card_is_refused(monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from fedobp import Config, Federation, FedobpError, evaluation
 from fedobp.algorithms import METHODS, Moment
 from fedobp.data import FederatedData, data_dir, load, partition
-from fedobp.engine import Serial, Store
+from fedobp.engine import Budget, Lanes, Population, Serial, Store, Task
 from fedobp.evaluation import Accuracy, Evaluator, accuracy, protocol
 from fedobp.models import Model
 
@@ -147,7 +147,7 @@ CLIENTS = 6
 class Small:
     """FedOBP with a moving average on six clients, two of which have trained once."""
 
-    def __init__(self, val_ratio=0.0, finetune_epochs=0):
+    def __init__(self, val_ratio=0.0, finetune_epochs=0, engine=Serial):
         digits = load("digits", data_dir())
         shards = partition(digits.y, CLIENTS, seed=3, val_ratio=val_ratio)
         self.data = FederatedData(digits, shards, torch.device("cpu"), torch.float64)
@@ -155,10 +155,11 @@ class Small:
         self.method = METHODS["fedobp"].configure({"q": 0.9, "ema": 0.5})
         theta = self.model.initial(1).double()
         server, row, own = self.method.begin(self.model, theta)
-        self.server, self.rows = server, Store(row)
-        self.hp = {name: theta.new_tensor(value) for name, value in (("lr", 0.1), ("momentum", 0), ("weight_decay", 0))}
-        self.engine = Serial(self.model, self.data, own, theta, 1, 32)
-        self.evaluator = Evaluator(self.method, self.model, self.data, self.engine, finetune_epochs)
+        self.server, self.rows = server, Store(row, CLIENTS, Budget())
+        self.hp = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
+        self.people = Population(self.data, own, theta, 1, Budget())
+        self.engine = engine(self.model, 32)
+        self.evaluator = Evaluator(self.method, self.model, self.people, self.engine, finetune_epochs)
         for round in (1, 2):
             self.train(round)
 
@@ -168,7 +169,7 @@ class Small:
     def train(self, round):
         now, cohort = self.moment(round, torch.tensor([4, 1])), [4, 1]
         down, rows = self.method.send(self.model, now, self.server, self.rows.gather(cohort))
-        answer = self.engine.train(now, self.method.local(self.model, now), down, self.hp)
+        [answer] = self.engine.train([Task(self.people, now, self.method.local(self.model, now), down, self.hp)])
         self.server, rows = self.method.receive(self.model, now, self.server, rows, answer.up, answer.n)
         self.rows.scatter(cohort, rows)
 
@@ -182,24 +183,27 @@ class Small:
         def take_own(model, client):
             return client.set(theta=client.own["theta"])
 
-        return self.engine.serve(self.moment(2, torch.arange(CLIENTS)), [take_own], {}, self.hp)["theta"]
+        return self.engine.serve(self.task(take_own))["theta"]
+
+    def task(self, *program):
+        return Task(self.people, self.moment(2, torch.arange(CLIENTS)), program, {}, self.hp)
 
 
-@pytest.fixture(scope="module")
-def small():
-    return Small(val_ratio=0.25, finetune_epochs=1)
+@pytest.fixture(scope="module", params=[Serial, Lanes])
+def small(request):
+    return Small(val_ratio=0.25, finetune_epochs=1, engine=request.param)
 
 
 @pytest.mark.parametrize("entries", [1, 2 * 9610, 4 * 9610 + 5])
 def test_how_many_clients_are_tested_at_once_does_not_matter(small, monkeypatch, entries):
     whole = small.evaluate()
-    monkeypatch.setattr(evaluation, "_CHUNK", entries)
+    monkeypatch.setattr(evaluation, "_CHUNK", {"cpu": entries})
     assert small.evaluate() == whole
 
 
 def test_evaluating_changes_nobodys_state(small):
     rows, own, server = small.rows.gather(range(CLIENTS)), small.own(), small.server["theta"].clone()
-    last = small.engine.last(small.moment(2, torch.arange(CLIENTS)), server)
+    last = small.engine.last(small.task(), server)
     first, second = small.evaluate(), small.evaluate()
     assert first == second
     for name, values in small.rows.gather(range(CLIENTS)).items():
@@ -208,7 +212,7 @@ def test_evaluating_changes_nobodys_state(small):
     assert rows["scored"].tolist() == [False, True, False, False, True, False]
     assert torch.equal(small.own(), own)
     assert torch.equal(small.server["theta"], server)
-    assert torch.equal(small.engine.last(small.moment(2, torch.arange(CLIENTS)), server), last)
+    assert torch.equal(small.engine.last(small.task(), server), last)
 
 
 def test_a_round_after_an_evaluation_is_the_round_without_it():

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import fedobp
-from fedobp import Config, Federation, FedobpError
+import fedobp.federation as federation_module
+from fedobp import Config, Federation, FedobpError, sweep
 from fedobp.federation import cohorts
 from fedobp.models import Model
 
@@ -16,9 +17,9 @@ MLP_SIZE = 64 * 128 + 128 + 128 * 10 + 10
 HEAD_SIZE = 128 * 10 + 10
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    return Federation(Config(**TINY))
+@pytest.fixture(scope="module", params=["serial", "lanes"])
+def tiny(request):
+    return Federation(Config(**TINY, engine=request.param))
 
 
 def vector(result, client=None):
@@ -211,15 +212,111 @@ def test_every_option_of_fedobp_changes_something(options):
     assert not all(torch.equal(vector(plain, client), vector(changed, client)) for client in range(6))
 
 
-def test_a_diverging_run_names_round_and_client_and_keeps_its_metrics(tmp_path):
+@pytest.mark.parametrize("engine", ["serial", "lanes"])
+@pytest.mark.parametrize("eval_every", [1, 50])
+def test_a_diverging_run_names_round_and_client_and_keeps_its_metrics(tmp_path, engine, eval_every):
     # Each step multiplies the weights by 1 - 0.01 * 400 = -3: float32 overflows after a dozen rounds.
-    federation = Federation(Config(**{**TINY, "weight_decay": 400.0, "rounds": 50, "precision": "fp32"}))
+    wild = {"weight_decay": 400.0, "rounds": 50, "precision": "fp32", "eval_every": eval_every}
+    federation = Federation(Config(**{**TINY, **wild, "engine": engine}))
     with pytest.raises(FedobpError, match=r"round \d+, client \d: .* smaller --lr") as caught:
         federation.run("fedavg", out=tmp_path / "run")
     reached = int(str(caught.value).split()[1].rstrip(","))
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in lines] == list(range(1, reached))
     assert reached > 2
+
+
+@pytest.mark.parametrize("engine", ["serial", "lanes"])
+def test_a_run_whose_fine_tuning_diverges_keeps_its_metrics(tmp_path, engine):
+    settings = {"weight_decay": 400.0, "rounds": 2, "precision": "fp32", "finetune_epochs": 30, "engine": engine}
+    with pytest.raises(FedobpError, match=r"round 2, client 0: .* smaller --lr"):
+        Federation(Config(**{**TINY, **settings})).run("fedavg", out=tmp_path / "run")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [1, 2]
+
+
+# Runs side by side.
+
+SIDE_BY_SIDE = [{"method": "fedavg"}, {"method": "fedper", "rounds": 2}, {"method": "local", "seed": 7}]
+
+
+def test_a_sweep_returns_its_runs_in_order_and_says_which_one_it_is_at(tmp_path):
+    configs = [Config(**{**TINY, **change}) for change in SIDE_BY_SIDE]
+    seen = []
+    folders = [tmp_path / name for name in "abc"]
+    results = sweep(configs, out=folders, progress=lambda at: seen.append((at.run, at.method, at.round, at.rounds)))
+    assert [result.config for result in results] == configs
+    assert [result.out for result in results] == folders
+    assert all((folder / "result.json").exists() for folder in folders)
+    assert sorted(seen) == [
+        (run, config.method, round, config.rounds)
+        for run, config in enumerate(configs)
+        for round in range(1, config.rounds + 1)
+    ]
+    assert [result.history[-1][0] for result in results] == [4, 2, 4]
+
+
+def test_runs_that_cannot_share_a_launch_still_come_in_order():
+    changes = [{"model": "cnn-small"}, {}, {"batch_size": 16}, {"precision": "fp32"}, {"engine": "serial"}, {}]
+    configs = [Config(**{**TINY, "rounds": 1, **change}) for change in changes]
+    results = sweep(configs)
+    assert [result.config for result in results] == configs
+    for config, result in zip(configs, results, strict=True):
+        assert torch.allclose(vector(result), vector(Federation(config).run()), rtol=0, atol=1e-9)
+
+
+def test_a_sweep_without_models_keeps_the_global_ones():
+    [result] = sweep([Config(**{**TINY, "rounds": 1})], keep_models=False)
+    assert len(vector(result)) == MLP_SIZE
+    with pytest.raises(FedobpError):
+        result.state_dict(3)
+
+
+@pytest.mark.parametrize(("runs_at_once", "launches"), [(2, [2, 2, 1]), (0.5, [1, 1, 1, 1, 1]), (9, [5])])
+def test_a_sweep_takes_as_many_runs_at_once_as_their_clients_state_fits(monkeypatch, runs_at_once, launches):
+    launched, launch = [], federation_module._launch
+
+    def watched(plans, *rest):
+        launched.append(len(plans))
+        return launch(plans, *rest)
+
+    monkeypatch.setattr(federation_module, "_launch", watched)
+    state = 3 * 8 * MLP_SIZE * 6  # three vectors of float64 for each of 6 clients
+    memory = runs_at_once * state / 2**30
+    configs = [Config(**{**TINY, "rounds": 1, "seed": seed, "store_memory": memory}) for seed in range(5)]
+    results = sweep(configs)
+    assert launched == launches
+    assert [result.config.seed for result in results] == list(range(5))
+
+
+def test_an_empty_sweep_is_empty():
+    assert sweep([]) == []
+
+
+def test_federations_beside_each_other_share_their_samples_and_nothing_else():
+    first = Federation(Config(**TINY))
+    same = Federation(Config(**TINY, lr=0.5), beside=first)
+    other = Federation(Config(**{**TINY, "partition_seed": 9, "clients": 7}), beside=first)
+    third = Federation(Config(**{**TINY, "precision": "fp32"}), beside=first)
+    assert same.data is first.data
+    assert other.data.x.data_ptr() == first.data.x.data_ptr()
+    assert (other.data.clients, first.data.clients) == (7, 6)
+    assert third.data.dtype == torch.float32
+    for federation in (same, other, third):
+        alone = Federation(federation.config)
+        for client in range(federation.config.clients):
+            for split in ("train", "test"):
+                assert torch.equal(federation.data.inputs(client, split), alone.data.inputs(client, split))
+                assert torch.equal(federation.data.targets(client, split), alone.data.targets(client, split))
+
+
+@pytest.mark.parametrize("save", ["all", "none"])
+def test_a_run_leaves_nothing_behind_in_the_temporary_folder(monkeypatch, tmp_path, save):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    config = Config(**{**TINY, "store_memory": 1e-9, "save_models": save})
+    spilled, kept = Federation(config).run("fedobp", q=0.9), Federation(Config(**TINY)).run("fedobp", q=0.9)
+    assert all(torch.equal(vector(spilled, client), vector(kept, client)) for client in range(6))
+    assert not list(tmp_path.iterdir())
 
 
 # pooled and client-mean accuracy, and the 2-norm of the global model, after 6 rounds in float64
@@ -233,9 +330,10 @@ GOLDEN = {
 }
 
 
+@pytest.mark.parametrize("engine", ["serial", "lanes"])
 @pytest.mark.parametrize("method", GOLDEN)
-def test_golden_run(method):
-    federation = Federation(Config(clients=10, rounds=6, epochs=2, lr=0.05, precision="fp64"))
+def test_golden_run(method, engine):
+    federation = Federation(Config(clients=10, rounds=6, epochs=2, lr=0.05, precision="fp64", engine=engine))
     result = federation.run(method)
     pooled, client_mean, norm = GOLDEN[method]
     assert result.accuracy.pooled == pytest.approx(pooled, abs=1e-9)

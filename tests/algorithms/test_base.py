@@ -291,3 +291,9 @@ def test_a_choice_of_another_type_is_refused():
 def test_floats_are_what_clients_see():
     assert configure("fedobp", q=0.5, ema=0.25).floats() == {"q": 0.5, "ema": 0.25}
     assert configure("fedavg-ft").floats() == {}
+
+
+def test_a_phase_without_a_loss_trains_one_vector():
+    with pytest.raises(ValueError, match="one vector"):
+        Train(1, learn=("theta", "other"))
+    Train(1, learn=("theta", "other"), loss=lambda model, client, batch: client.theta.sum())

@@ -176,3 +176,55 @@ def test_inputs_have_the_asked_precision_and_bytes_stay_bytes(dtype):
     data = federated(dataset(np.zeros((2, 4, 4), np.uint8)), shard(train=[0, 1]), dtype=dtype)
     assert data.inputs(0, "train").dtype == dtype
     assert data.x.dtype == torch.uint8
+
+
+# Many clients at once.
+
+
+@pytest.fixture
+def three():
+    x = np.arange(40, dtype=np.float32).reshape(10, 4)
+    parts = shard(train=[7, 2, 5], test=[0]), shard(val=[1], test=[3]), shard(train=[9, 8], val=[6], test=[4])
+    return federated(dataset(x, classes=5), *parts)
+
+
+def test_positions_become_samples_of_each_client(three):
+    found = three.ids(torch.tensor([2, 0]), torch.tensor([[1, 0], [2, 0]]), "train")
+    assert found.tolist() == [[8, 9], [5, 7]]
+    assert three.ids(torch.tensor([1]), torch.tensor([[0]]), "val").tolist() == [[1]]
+    close(
+        three.samples(found.flatten()),
+        torch.stack([*three.inputs(2, "train").flip(0), *three.inputs(0, "train")[[2, 0]]]),
+    )
+
+
+def test_positions_may_have_more_axes(three):
+    found = three.ids(torch.tensor([0, 2]), torch.tensor([[[0, 1], [2, 0]], [[1, 1], [0, 0]]]), "train")
+    assert found.tolist() == [[[7, 2], [5, 7]], [[8, 8], [9, 9]]]
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_positions_beyond_the_last_sample_are_some_sample(three, split):
+    found = three.ids(torch.arange(3), torch.arange(30).expand(3, -1), split)
+    assert found.shape == (3, 30)
+    assert ((found >= 0) & (found < 10)).all()
+
+
+def test_positions_in_a_part_that_nobody_has_are_some_sample():
+    data = federated(dataset(np.zeros((4, 2), np.float32)), shard(train=[0, 1]), shard(train=[2], test=[3]))
+    found = data.ids(torch.tensor([0, 1]), torch.zeros(2, 3, dtype=torch.int64), "val")
+    assert found.shape == (2, 3)
+    assert data.samples(found.flatten()).shape == (6, 2)
+
+
+def test_the_same_samples_dealt_again_are_those_of_a_new_deal(three):
+    x = np.arange(40, dtype=np.float32).reshape(10, 4)
+    parts = shard(train=[0, 1], test=[2, 3]), shard(train=[4, 5, 6, 7, 8, 9])
+    again, anew = three.dealt_again(dataset(x, classes=5), parts), federated(dataset(x, classes=5), *parts)
+    assert again.x.data_ptr() == three.x.data_ptr()
+    assert (again.clients, three.clients) == (2, 3)
+    assert again.about() == anew.about() != three.about()
+    for client in range(2):
+        assert torch.equal(again.inputs(client, "train"), anew.inputs(client, "train"))
+        assert torch.equal(again.targets(client, "test"), anew.targets(client, "test"))
+    assert three.targets(0, "train").tolist() == [2, 2, 0]

@@ -1,11 +1,12 @@
-"""Batches: every sample once, keyed, and no batch of a single sample."""
+"""Batches: every sample once, keyed, no batch of a single sample; and the same for many clients at once."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedobp.engine.schedule import batches
+import fedobp.engine.schedule as schedule_module
+from fedobp.engine.schedule import batches, batches_of, orders
 from fedobp.keys import fold
 
 
@@ -53,3 +54,79 @@ def test_orders_are_shuffled_evenly():
     # Over 2,000 epochs each of 6 samples comes first about 333 times; 4 standard deviations are 67.
     first = torch.tensor([int(batches(fold(7, epoch), 6, 3)[0][0]) for epoch in range(2000)])
     assert (first.bincount(minlength=6) - 2000 / 6).abs().max() < 67
+
+
+# Many clients at once.
+
+
+def one_by_one(key, n, epochs, size):
+    """Return a client's batches as `batches` makes them."""
+    return [batch.tolist() for epoch in range(epochs) for batch in batches(fold(key, epoch), n, size)]
+
+
+def check(keys, n, epochs, size):
+    found = orders(keys, n, epochs, size)
+    expected = [one_by_one(key, *one, size) for key, *one in zip(keys, n, epochs, strict=True)]
+    steps = max(map(len, expected))
+    assert found.positions.shape == (len(n), steps, size)
+    assert found.counts.shape == (len(n), steps)
+    assert found.positions.dtype == found.counts.dtype == torch.int64
+    for positions, counts, own in zip(found.positions, found.counts, expected, strict=True):
+        assert counts.tolist() == [len(batch) for batch in own] + [0] * (steps - len(own))
+        assert [row[:count].tolist() for row, count in zip(positions, counts, strict=True)][: len(own)] == own
+
+
+client = st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 40), st.integers(0, 3))
+
+
+@settings(deadline=None, max_examples=150)
+@given(clients=st.lists(client, min_size=1, max_size=6), size=st.integers(2, 12))
+def test_orders_are_the_batches_of_each_client_epoch_by_epoch(clients, size):
+    keys, n, epochs = zip(*clients, strict=True)
+    check(torch.tensor(keys), n, epochs, size)
+
+
+@pytest.mark.parametrize(
+    ("n", "epochs"),
+    [((0, 1), (2, 2)), ((5, 9), (0, 0)), ((4, 0, 1, 5), (1, 3, 3, 2)), ((8, 4), (1, 2)), ((1, 33), (9, 1))],
+    ids=["nobody has a batch", "no epochs", "some have none", "the shorter one is as long", "one more than batches"],
+)
+def test_orders_of_ragged_clients(n, epochs):
+    check(fold(3, torch.arange(len(n))), n, epochs, 4)
+
+
+@settings(deadline=None, max_examples=100)
+@given(n=st.integers(0, 150), size=st.integers(2, 40))
+def test_the_number_of_batches_is_known_beforehand(n, size):
+    assert batches_of(n, size) == len(batches(fold(1), n, size))
+
+
+@pytest.mark.parametrize("spread", [1, 2, 3])
+@pytest.mark.parametrize("top", [2**63 - 1, 0])
+def test_samples_whose_hashes_tie_keep_their_order(monkeypatch, spread, top):
+    """Hashes of few values, the largest of all among them: that is also what stands for padding."""
+
+    def few(key, *parts):
+        key = torch.as_tensor(key)
+        for part in parts:
+            key = key * 5 + torch.as_tensor(part) * 3
+        return top - key.remainder(spread)
+
+    monkeypatch.setattr(schedule_module, "fold", few)
+    monkeypatch.setattr("fedobp.keys.fold", few)
+    n, epochs, keys = (7, 0, 10, 1, 4), (2, 1, 1, 3, 2), torch.tensor([1, 2, 3, 4, 5])
+    found = orders(keys, n, epochs, 3)
+    for client, key in enumerate(keys):
+        own = [b.tolist() for e in range(epochs[client]) for b in batches(few(key, e), n[client], 3)]
+        rows = zip(found.positions[client], found.counts[client].tolist(), strict=True)
+        assert [row[:count].tolist() for row, count in rows if count] == own
+
+
+def test_a_clients_order_does_not_depend_on_who_is_beside_it():
+    keys = fold(9, torch.arange(3))
+    alone = orders(keys[1:2], [10], [2], 4)
+    beside = orders(keys, [50, 10, 3], [1, 2, 4], 4)
+    steps = alone.positions.shape[1]
+    real = torch.arange(4) < alone.counts[0, :, None]
+    assert torch.equal(beside.counts[1, :steps], alone.counts[0])
+    assert torch.equal(beside.positions[1, :steps][real], alone.positions[0][real])

@@ -14,7 +14,7 @@ from fedobp import Config, Federation, FedobpError
 from fedobp.algorithms import METHODS, Moment, Sparse, Train
 from fedobp.algorithms.fedobp import FedOBP, keep_and_upload
 from fedobp.data import Dataset, FederatedData, Shard
-from fedobp.engine import Serial
+from fedobp.engine import Budget, Counters, Population, Serial, Task
 from fedobp.engine.schedule import batches
 from fedobp.federation import cohorts
 from fedobp.keys import Purpose, fold
@@ -37,13 +37,34 @@ def make_data():
     return FederatedData(Dataset("mine", x, y, np.arange(3), 0), shards, torch.device("cpu"), torch.float64)
 
 
+ENGINES = pytest.mark.parametrize("engine", ["serial", "lanes"])
 DATA = make_data()
 MODEL = Model("mlp", (6,), 3)
 THETA = MODEL.initial(0).double()
 
 
-def engine(own=None):
-    return Serial(MODEL, DATA, own or {}, THETA, SEED, BATCH)
+class Alone:
+    """One run on a serial engine: a population, and what a task is made of."""
+
+    def __init__(self, own=None):
+        self.people = Population(DATA, own or {}, THETA, SEED, Budget())
+        self.engine = Serial(MODEL, BATCH)
+
+    def task(self, now, program=(), down=None, hp=None):
+        return Task(self.people, now, program, down or {}, hp or numbers())
+
+    def train(self, *given):
+        [answer] = self.engine.train([self.task(*given)])
+        return answer
+
+    def serve(self, *given):
+        return self.engine.serve(self.task(*given))
+
+    def last(self, now, otherwise):
+        return self.engine.last(self.task(now), otherwise)
+
+    def predict(self, now, theta, split):
+        return self.engine.predict(self.task(now), theta, split)
 
 
 def moment(*clients, round=1):
@@ -51,8 +72,7 @@ def moment(*clients, round=1):
 
 
 def numbers(lr=0.1, momentum=0.0, weight_decay=0.0):
-    given = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-    return {name: torch.tensor(value, dtype=torch.float64) for name, value in given.items()}
+    return {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
 
 
 def everyone(theta, now):
@@ -112,26 +132,27 @@ RATES = {"plain": (0.1, 0.0, 0.0), "momentum": (0.1, 0.9, 0.0), "decay": (0.1, 0
 @pytest.mark.parametrize("rates", RATES.values(), ids=RATES)
 def test_training_equals_a_plain_loop(rates):
     now = moment(3, 0, 1, round=2)
-    answer = engine().train(now, [take, Train(3), upload], everyone(THETA, now), numbers(*rates))
+    answer = Alone().train(now, [take, Train(3), upload], everyone(THETA, now), numbers(*rates))
     for position, client in enumerate((3, 0, 1)):
         expected, loss = plain_loop(client, {1: 3}, *rates, round=2)
         close(answer.up["theta"][position], expected)
-        assert answer.loss[position] == pytest.approx(loss, abs=1e-12)
+        assert answer.loss[position].item() == pytest.approx(loss, abs=1e-12)
         assert (expected - THETA).abs().max() > 0.01
     assert answer.n.tolist() == [6, 11, 9]
+    assert answer.finite.tolist() == [True, True, True]
 
 
 def test_momentum_starts_anew_with_each_phase():
     now, rates = moment(0), (0.1, 0.9, 0.0)
     program = [take, Train(2), Train(1), upload]
-    found = engine().train(now, program, everyone(THETA, now), numbers(*rates)).up["theta"][0]
+    found = Alone().train(now, program, everyone(THETA, now), numbers(*rates)).up["theta"][0]
     close(found, plain_loop(0, {1: 2, 2: 1}, *rates)[0])
     carried, _ = plain_loop(0, {1: 2, 2: 1}, *rates, restart=False)
     assert (found - carried).abs().max() > 1e-3
 
 
 def test_momentum_starts_anew_with_each_visit():
-    one, now, rates = engine(), moment(0), (0.1, 0.9, 0.0)
+    one, now, rates = Alone(), moment(0), (0.1, 0.9, 0.0)
     for _ in range(2):
         found = one.train(now, [take, Train(2), upload], everyone(THETA, now), numbers(*rates)).up["theta"][0]
         close(found, plain_loop(0, {1: 2}, *rates)[0])
@@ -141,39 +162,170 @@ def test_a_client_does_not_depend_on_who_trains_beside_it():
     program, results = [take, Train(1), upload], []
     for cohort in ((1,), (0, 1, 3), (3, 1)):
         now = moment(*cohort)
-        answer = engine().train(now, program, everyone(THETA, now), numbers(0.1, 0.5))
+        answer = Alone().train(now, program, everyone(THETA, now), numbers(0.1, 0.5))
         results.append(answer.up["theta"][cohort.index(1)])
     assert all(torch.equal(result, results[0]) for result in results)
 
 
 def test_rounds_have_batches_of_their_own():
     first, second = (
-        engine().train(moment(0, round=r), [take, Train(1), upload], everyone(THETA, moment(0)), numbers()).up["theta"]
+        Alone().train(moment(0, round=r), [take, Train(1), upload], everyone(THETA, moment(0)), numbers()).up["theta"]
         for r in (1, 2)
     )
     assert not torch.equal(first, second)
 
 
 def test_a_client_with_one_training_sample_takes_no_step():
-    one, now = engine(), moment(2, 0)
+    one, now = Alone(), moment(2, 0)
     answer = one.train(now, [take, Train(5), upload], everyone(THETA, now), numbers(0.1, 0.9, 0.5))
     assert torch.equal(answer.up["theta"][0], THETA)
-    assert answer.loss[0] is None
-    assert answer.loss[1] is not None
+    assert answer.loss.isnan().tolist() == [True, False]
+    assert answer.finite.tolist() == [True, True]
     assert answer.n.tolist() == [1, 11]
 
 
 def test_the_download_is_not_changed_by_training():
     down = THETA.clone().expand(1, -1)
-    engine().train(moment(0), [take, Train(2), upload], {"theta": down}, numbers())
+    Alone().train(moment(0), [take, Train(2), upload], {"theta": down}, numbers())
     assert torch.equal(down[0], THETA)
+
+
+# Phases with options, written out on flat vectors.
+
+
+def logits_of(theta, x):
+    """The mlp of 6 inputs and 3 classes, by hand."""
+    w1, b1, w2, b2 = theta.split([768, 128, 384, 3])
+    return (x @ w1.view(128, 6).T + b1).relu() @ w2.view(3, 128).T + b2
+
+
+def entropy(vectors, x, y):
+    return functional.cross_entropy(logits_of(vectors["theta"], x), y)
+
+
+def by_hand(client, vectors, hp, *, epochs=2, lr="lr", loss=entropy, push=lambda theta: 0.0, free=True, position=1):
+    """Train vectors together; `push` is added to the gradient of the first one, of which only `free` entries move."""
+    x, y = DATA.inputs(client, "train"), DATA.targets(client, "train")
+    now = {name: vector.clone() for name, vector in vectors.items()}
+    velocity = {name: torch.zeros_like(vector) for name, vector in vectors.items()}
+    for epoch in range(epochs):
+        for picked in batches(fold(SEED, 1, client, Purpose.TRAIN, position, epoch), len(y), BATCH):
+            leaves = {name: vector.requires_grad_() for name, vector in now.items()}
+            gradients = torch.autograd.grad(loss(leaves, x[picked], y[picked]), list(leaves.values()))
+            now = {name: vector.detach() for name, vector in leaves.items()}
+            for at, ((name, vector), slope) in enumerate(zip(now.items(), gradients, strict=True)):
+                slope = slope + (push(vector) if at == 0 else 0.0) + hp["weight_decay"] * vector
+                velocity[name] = hp["momentum"] * velocity[name] + slope
+                step = hp[lr] * velocity[name]
+                now[name] = vector - (step * free if at == 0 else step)
+    return now
+
+
+HEAD = torch.arange(len(THETA)) >= 768 + 128
+MASK = torch.arange(len(THETA)) % 3 != 0
+ANCHOR = torch.linspace(-1, 1, len(THETA), dtype=torch.float64)
+DRIFT = torch.linspace(0.3, -0.2, len(THETA), dtype=torch.float64)
+
+
+def prepare(model, client):
+    work = {"mask": MASK, "anchor": ANCHOR, "drift": DRIFT, "scale": torch.linspace(0.5, 2, 3, dtype=torch.float64)}
+    return take(model, client).set(**work, other=-THETA)
+
+
+def send_up(model, client):
+    return client.upload(theta=client.theta, scale=client.work["scale"], other=client.work["other"])
+
+
+def scaled_loss(model, client, batch):
+    """Cross-entropy of scaled outputs, and a smooth term: two vectors are learned with it."""
+    logits = model.logits(client.theta, batch.x) * client.work["scale"]
+    return batch.mean(functional.cross_entropy(logits, batch.y, reduction="none")) + client.theta.sin().mean()
+
+
+def scaled_by_hand(vectors, x, y):
+    logits = logits_of(vectors["theta"], x) * vectors["scale"]
+    return functional.cross_entropy(logits, y) + vectors["theta"].sin().mean()
+
+
+def pull(theta):
+    return 0.7 * (theta - ANCHOR)
+
+
+BOTH = ("theta", "scale")
+PHASES = {
+    "head": (Train(2, part="head"), {"free": HEAD}),
+    "base": (Train(2, part="base"), {"free": ~HEAD}),
+    "mask": (Train(2, mask="mask"), {"free": MASK}),
+    "mask in the head": (Train(2, part="head", mask="mask"), {"free": MASK & HEAD}),
+    "pull": (Train(2, pull=("anchor", "mu")), {"push": pull}),
+    "drift": (Train(2, drift="drift"), {"push": lambda theta: DRIFT}),
+    "rate": (Train(2, lr="slow"), {"lr": "slow"}),
+    "loss": (Train(2, learn=BOTH, loss=scaled_loss), {"loss": scaled_by_hand}),
+    "everything": (
+        Train(2, BOTH, "base", "mask", ("anchor", "mu"), "drift", scaled_loss, "slow"),
+        {"loss": scaled_by_hand, "free": MASK & ~HEAD, "push": lambda theta: pull(theta) + DRIFT, "lr": "slow"},
+    ),
+}
+
+
+@pytest.mark.parametrize("rates", [(0.1, 0.0, 0.0), (0.1, 0.8, 0.2)], ids=["plain", "momentum and decay"])
+@pytest.mark.parametrize("name", PHASES)
+def test_a_phase_with_options_equals_a_plain_loop(name, rates):
+    phase, options = PHASES[name]
+    hp, now = {**numbers(*rates), "mu": 0.7, "slow": 0.03}, moment(3, 0)
+    up = Alone().train(now, [prepare, phase, send_up], everyone(THETA, now), hp).up
+    start = {"theta": THETA, "scale": torch.linspace(0.5, 2, 3, dtype=torch.float64)}
+    for position, client in enumerate((3, 0)):
+        expected = by_hand(client, {name: start[name] for name in phase.learn}, hp, **options)
+        for learned in BOTH:
+            close(up[learned][position], expected.get(learned, start[learned]))
+        assert torch.equal(up["other"][position], -THETA)
+        assert (up["theta"][position] - THETA).abs().max() > 1e-3
+        kept = ~torch.as_tensor(options.get("free", True)).expand_as(THETA)
+        assert torch.equal(up["theta"][position][kept], THETA[kept])
+
+
+def test_another_vector_can_be_trained_in_place_of_theta():
+    now = moment(0)
+    up = Alone().train(now, [prepare, Train(2, learn=("other",)), send_up], everyone(THETA, now), numbers()).up
+    close(up["other"][0], by_hand(0, {"theta": -THETA}, numbers())["theta"])
+    assert torch.equal(up["theta"][0], THETA)
+
+
+def test_a_phase_of_no_epochs_changes_nothing_and_has_no_loss():
+    now = moment(0)
+    answer = Alone().train(now, [take, Train(0), upload], everyone(THETA, now), numbers())
+    assert torch.equal(answer.up["theta"][0], THETA)
+    assert answer.loss.isnan().all()
+
+
+def test_programs_have_numbers_as_tensors_in_the_models_type():
+    seen = []
+
+    def look(model, client):
+        seen.append(client.hp)
+        return take(model, client)
+
+    Alone().train(moment(0), [look], everyone(THETA, moment(0)), {"lr": 0.1, "q": 0.25})
+    [hp] = seen
+    assert {name: (value.dtype, value.shape, value.item()) for name, value in hp.items()} == {
+        "lr": (torch.float64, (), 0.1), "q": (torch.float64, (), 0.25),
+    }  # fmt: skip
+
+
+def test_the_counters_count_steps_and_samples():
+    one, now = Alone(), moment(0, 1, 2, 3)
+    one.train(now, [take, Train(2), upload], everyone(THETA, now), numbers())
+    # Two epochs of 3, 2, 0 and 2 batches; single samples of clients 1 and 2 are skipped.
+    assert one.engine.counters == Counters(steps=14, slots=2 * (11 + 8 + 6), samples=2 * (11 + 8 + 6))
+    assert one.engine.counters.occupancy == 1.0
 
 
 # State.
 
 
 def test_what_a_client_remembers_is_there_at_its_next_visit_and_is_nobody_elses():
-    one, now = engine({"theta": torch.zeros_like(THETA)}), moment(1)
+    one, now = Alone({"theta": torch.zeros_like(THETA)}), moment(1)
     trained = one.train(now, [take, Train(1), remember, upload], everyone(THETA, now), numbers()).up["theta"][0]
     both = one.train(moment(0, 1, round=2), [take_own, upload], {}, numbers()).up["theta"]
     assert torch.equal(both[1], trained)
@@ -181,7 +333,7 @@ def test_what_a_client_remembers_is_there_at_its_next_visit_and_is_nobody_elses(
 
 
 def test_serving_trains_with_an_order_of_its_own_and_changes_no_state():
-    one, now = engine({"theta": THETA}), moment(0, 3)
+    one, now = Alone({"theta": THETA}), moment(0, 3)
     down = everyone(THETA, now)
     served = one.serve(now, [take, Train(2), remember], down, numbers(0.1, 0.9))
     for position, client in enumerate((0, 3)):
@@ -192,7 +344,7 @@ def test_serving_trains_with_an_order_of_its_own_and_changes_no_state():
     assert torch.equal(one.last(now, nobody), nobody.expand(2, -1))
     program = [take, Train(2), upload]
     trained = one.train(now, program, down, numbers()).up["theta"]
-    assert torch.equal(trained, engine().train(now, program, down, numbers()).up["theta"])
+    assert torch.equal(trained, Alone().train(now, program, down, numbers()).up["theta"])
 
 
 def test_serving_marks_personal_entries_where_the_program_does():
@@ -202,12 +354,12 @@ def test_serving_marks_personal_entries_where_the_program_does():
         return take(model, client).set(mine=mine)
 
     now = moment(0, 1)
-    assert torch.equal(engine().serve(now, [mark], everyone(THETA, now), numbers())["mine"], mine.expand(2, -1))
-    assert not engine().serve(now, [take], everyone(THETA, now), numbers())["mine"].any()
+    assert torch.equal(Alone().serve(now, [mark], everyone(THETA, now), numbers())["mine"], mine.expand(2, -1))
+    assert not Alone().serve(now, [take], everyone(THETA, now), numbers())["mine"].any()
 
 
 def test_last_is_the_last_local_model_or_else_the_given_one():
-    one, otherwise = engine(), torch.full_like(THETA, 7.0)
+    one, otherwise = Alone(), torch.full_like(THETA, 7.0)
     for round in (1, 2):
         now = moment(2, 0, round=round)
         up = one.train(now, [take, Train(1), upload], everyone(THETA, now), numbers()).up["theta"]
@@ -222,7 +374,7 @@ def test_last_is_the_last_local_model_or_else_the_given_one():
 def test_predictions_are_each_models_own_and_empty_where_there_is_nothing_to_test(monkeypatch, at_once):
     monkeypatch.setattr(serial_module, "_TEST_BATCH", at_once)
     thetas = torch.stack([THETA, -THETA, THETA.flip(0)])
-    found = engine().predict(moment(3, 0, 1), thetas, "test")
+    found = Alone().predict(moment(3, 0, 1), thetas, "test")
     assert found[0].shape == (0,)
     assert found[0].dtype == torch.int64
     for labels, client, theta in zip(found[1:], (0, 1), thetas[1:], strict=True):
@@ -232,7 +384,7 @@ def test_predictions_are_each_models_own_and_empty_where_there_is_nothing_to_tes
 
 @pytest.mark.parametrize("split", ["train", "val", "test"])
 def test_predictions_are_as_many_as_samples(split):
-    found = engine().predict(moment(0, 1, 2, 3), THETA.expand(4, -1), split)
+    found = Alone().predict(moment(0, 1, 2, 3), THETA.expand(4, -1), split)
     assert [len(labels) for labels in found] == [DATA.size(client, split) for client in range(4)]
 
 
@@ -252,18 +404,19 @@ def test_a_client_that_looks_at_entries_it_was_not_sent_finds_nan(run):
     now, keep = moment(1, 0), keeps((1, 0))
     down = {"theta": Sparse(THETA.expand(2, -1), keep)}
     if run == "train":
-        found = engine().train(now, [peek], down, numbers()).up["theta"]
+        found = Alone().train(now, [peek], down, numbers()).up["theta"]
     else:
-        found = engine().serve(now, [peek], down, numbers())["theta"]
+        found = Alone().serve(now, [peek], down, numbers())["theta"]
     assert torch.equal(found.isnan(), ~keep)
     assert torch.equal(found[keep], THETA.expand(2, -1)[keep])
     assert THETA.isfinite().all()
 
 
-def test_training_on_entries_that_were_not_sent_is_an_error():
-    now = moment(0)
-    with pytest.raises(FedobpError, match="round 1, client 0"):
-        engine().train(now, [peek, Train(1)], {"theta": Sparse(THETA[None], keeps((0,)))}, numbers())
+def test_training_on_entries_that_were_not_sent_is_not_finite():
+    now, keep = moment(1, 0), keeps((1, 0))
+    keep[0] = True
+    answer = Alone().train(now, [peek, Train(1)], {"theta": Sparse(THETA.expand(2, -1), keep)}, numbers())
+    assert answer.finite.tolist() == [True, False]
 
 
 def test_sparse_uploads_are_stacked_and_the_server_finds_nan_in_what_was_not_sent():
@@ -273,7 +426,7 @@ def test_sparse_uploads_are_stacked_and_the_server_finds_nan_in_what_was_not_sen
         count = client.down["step"]
         return client.set(theta=THETA).upload(part=Sparse(THETA, torch.arange(len(THETA)) % count != 0), step=count)
 
-    answer = engine().train(now, [upload_part], {"step": torch.tensor([4, 3, 2])}, numbers())
+    answer = Alone().train(now, [upload_part], {"step": torch.tensor([4, 3, 2])}, numbers())
     part = answer.up["part"]
     assert isinstance(part, Sparse)
     assert torch.equal(part.keep, keep)
@@ -296,9 +449,10 @@ class Cheat(FedOBP):
         return [take_all, Train(now.epochs), keep_and_upload]
 
 
-def test_a_method_that_cheats_does_not_get_through_a_run(monkeypatch):
+@ENGINES
+def test_a_method_that_cheats_does_not_get_through_a_run(monkeypatch, engine):
     monkeypatch.setitem(METHODS, "cheat", Cheat)
-    config = Config(clients=5, rounds=2, epochs=1, model="mlp", participation=1, eval_every=2)
+    config = Config(clients=5, rounds=2, epochs=1, model="mlp", participation=1, eval_every=2, engine=engine)
     with pytest.raises(FedobpError, match="round 2, client"):
         Federation(config).run("cheat", q=0.9)
 
@@ -306,8 +460,9 @@ def test_a_method_that_cheats_does_not_get_through_a_run(monkeypatch):
 # Whole runs.
 
 
-def test_diverging_training_names_round_and_client_and_the_way_out():
-    config = Config(clients=5, rounds=2, epochs=1, model="mlp", lr=1e9)
+@ENGINES
+def test_diverging_training_names_round_and_client_and_the_way_out(engine):
+    config = Config(clients=5, rounds=2, epochs=1, model="mlp", lr=1e9, engine=engine)
     (client,) = next(cohorts(config)).tolist()
     sentence = rf"round 1, client {client}: .* no longer finite; use a smaller --lr \(it is 1e\+09\)"
     with pytest.raises(FedobpError, match=sentence):
@@ -319,10 +474,12 @@ def generators():
     return torch.get_rng_state().tolist(), (name, state.tolist(), rest), random.getstate()
 
 
+@ENGINES
 @pytest.mark.parametrize("sampling", ["keyed", "published"])
 @pytest.mark.parametrize("method", ["fedobp", "fedavg-ft"])
-def test_a_run_neither_uses_nor_changes_anybodys_generator(method, sampling):
-    config = Config(clients=5, rounds=2, epochs=1, model="mlp", sampling=sampling, val_ratio=0.2, finetune_epochs=1)
+def test_a_run_neither_uses_nor_changes_anybodys_generator(method, sampling, engine):
+    settings = {"clients": 5, "rounds": 2, "epochs": 1, "model": "mlp", "val_ratio": 0.2, "finetune_epochs": 1}
+    config = Config(**settings, sampling=sampling, engine=engine)
     results = []
     for seed in (1, 2):
         torch.manual_seed(seed)

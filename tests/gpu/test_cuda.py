@@ -1,42 +1,359 @@
-"""What only a CUDA card can show. Run there with: PYTHONPATH=src python -m pytest tests/gpu"""
+"""What only a CUDA card can show. Run there with: PYTHONPATH=src python -m pytest tests/gpu
+
+The lanes engine on the card is compared with the serial engine on the CPU in float64, on the cases of the CPU's tests.
+"""
+
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
+from lanes_cases import (
+    BATCH,
+    CHANGES,
+    CLIENTS,
+    FAST,
+    NETWORKS,
+    PHASES,
+    Plan,
+    agree,
+    federated,
+    made,
+    played,
+    shards,
+    task,
+)
 
-from fedobp import Config, Federation
-from fedobp.algorithms import METHODS
+from fedobp import Config, Federation, FedobpError, sweep
+from fedobp.algorithms import METHODS, Moment
+from fedobp.engine import Budget, Lanes, Population, Serial, Store, Task, memory_of
 from fedobp.importance import above
+from fedobp.models import NETS
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card that torch can use")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card that torch can use"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
 
+DEVICE = "cuda"
 SMALL = {"clients": 8, "rounds": 4, "participation": 0.5, "epochs": 2, "lr": 0.05}
+RAGGED = {
+    "clients": CLIENTS, "rounds": 3, "participation": 0.7, "epochs": 2, "batch_size": BATCH, "lr": 0.05,
+    "eval_every": 1, "precision": "fp64", "model": "mlp", "momentum": 0.8, "weight_decay": 0.02, "finetune_epochs": 1,
+}  # fmt: skip
+# Eleven lanes of one kind, which a graph of twelve serves, beside runs of other kinds.
+MIXED = [
+    Plan(),
+    Plan(hp={"lr": 0.02, "momentum": 0.5}, seed=6),
+    Plan(hp=FAST, deal=1, cohort=(5, 0, 3)),
+    Plan(cohort=(4,), epochs=3),
+    Plan("mask", {"lr": 0.3}, cohort=(1,), epochs=3),
+    Plan("everything", FAST),
+    Plan("everything", {"mu": 0.9}, seed=8, cohort=(4, 1), deal=1, epochs=1),
+    Plan("two phases", epochs=1),
+    Plan("plain, then loss", {"momentum": 0.5}, deal=1),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _networks():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, build in NETWORKS.items():
+            patch.setitem(NETS, name, build)
+        yield
+
+
+@pytest.fixture
+def ragged(monkeypatch):
+    monkeypatch.setattr("fedobp.federation.partition", lambda y, clients, *, seed, **_: shards(seed % 2))
+
+
+def compare(model, plans, engine=None, **options):
+    """Play the same on the card, in lanes, and on the CPU, one by one."""
+    ours = played(engine or Lanes(model, BATCH), model, plans, device=DEVICE, **options)
+    agree(ours, played(Serial(model, BATCH), model, plans, **options))
 
 
 def vectors(result):
-    return torch.stack(
-        [torch.cat([tensor.reshape(-1) for tensor in result.state_dict(client).values()]) for client in range(8)]
-    )
+    models = [result.state_dict(client) for client in (None, *range(result.config.clients))]
+    return torch.stack([torch.cat([tensor.reshape(-1).cpu() for tensor in model.values()]) for model in models])
+
+
+def same(ours, theirs):
+    torch.testing.assert_close(vectors(ours), vectors(theirs), rtol=0, atol=1e-9)
+    for name in ("accuracy", "last", "finetuned", "validation", "history", "personal", "bytes"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+
+
+# Lanes on the card against the oracle.
+
+
+@pytest.mark.parametrize("hp", [{}, FAST], ids=["plain", "momentum and decay"])
+@pytest.mark.parametrize("phases", PHASES)
+def test_every_kind_of_phase_equals_the_oracle(phases, hp):
+    compare(made("mlp"), [Plan(phases, hp)])
+
+
+@pytest.mark.parametrize("phases", ["plain", "all but a loss", "everything"])
+@pytest.mark.parametrize("name", ["cnn-small", *NETWORKS])
+def test_every_kind_of_network_equals_the_oracle(name, phases):
+    compare(made(name), [Plan(phases, FAST)])
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn-small"])
+def test_runs_side_by_side_equal_the_oracle(name):
+    compare(made(name), MIXED)
+
+
+@pytest.mark.parametrize("hp", [{}, FAST], ids=["plain", "momentum and decay"])
+@pytest.mark.parametrize("phases", ["plain", "pull", "everything"])
+def test_graphs_serve_rounds_of_more_and_fewer_lanes_and_steps(phases, hp):
+    model = made("mlp")
+    engine = Lanes(model, BATCH)
+    compare(model, [Plan(phases, hp)], engine, rounds=CHANGES)
+    compare(model, [Plan(phases, hp), Plan(phases, FAST, seed=9)], engine, rounds=CHANGES[::-1])
+
+
+@pytest.mark.parametrize("memory", [1.0, 3e6])
+def test_a_small_memory_splits_the_lanes_and_changes_nothing(memory):
+    model = made("mlp")
+    compare(model, MIXED, Lanes(model, BATCH, memory=memory))
+
+
+def test_what_is_prepared_for_the_next_round_is_used_and_changes_nothing():
+    model, rounds = made("mlp"), 3
+    theta, ends = model.initial(3).double(), []
+    for engine, device, prepares in (
+        (Lanes(model, BATCH), DEVICE, True),
+        (Lanes(model, BATCH), DEVICE, False),
+        (Serial(model, BATCH), "cpu", False),
+    ):
+        start = theta.to(device)
+        own = {"theta": start.flip(0), "visits": torch.zeros((), dtype=torch.int64, device=device)}
+        people = [Population(federated(device), own, start, seed, Budget()) for seed in (5, 6)]
+        for round in range(1, rounds + 1):
+            engine.train([task(Plan(hp=FAST), one, start, round) for one in people])
+            if prepares:
+                # The second run's epochs change after all: what was prepared for it must not be used.
+                plans = Plan(hp=FAST), Plan(hp=FAST, epochs=1)
+                coming = [task(plan, one, start, round + 1) for plan, one in zip(plans, people, strict=True)]
+                engine.prepare([replace(one, down={}) for one in coming])
+        ends.append(torch.stack([one.own.gather(range(CLIENTS))["theta"].cpu() for one in people]))
+    assert torch.equal(ends[0], ends[1])
+    torch.testing.assert_close(ends[0], ends[2], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("phases", ["plain", "everything"])
+def test_only_the_lane_that_diverges_is_not_finite(phases):
+    model, once = made("cnn-small"), ({},)
+    calm, wild = Plan(phases, FAST), Plan(phases, {**FAST, "lr": 1e200, "slow": 1e200}, cohort=(0, 3, 4))
+    engine = Lanes(model, BATCH)
+    for _ in range(2):  # the second time in buffers that hold what is left of the first
+        found = played(engine, model, [calm, wild], device=DEVICE, rounds=once)
+        agree(found[:1], played(Serial(model, BATCH), model, [calm], rounds=once))
+        assert found[1]["finite"].tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+@pytest.mark.parametrize("name", ["mlp", "cnn-small", "residual"])
+def test_serving_and_predictions_are_the_oracles(name, split):
+    model = made(name)
+    theta, served, labels = model.initial(3).double(), [], []
+    for engine, device in ((Lanes(model, BATCH), DEVICE), (Serial(model, BATCH), "cpu")):
+        start = theta.to(device)
+        own = {"theta": start.flip(0), "visits": torch.zeros((), dtype=torch.int64, device=device)}
+        now = task(Plan(hp=FAST), Population(federated(device), own, start, 5, Budget()), start)
+        served.append(engine.serve(now))
+        labels.append(engine.predict(now, served[-1]["theta"], split))
+    agree(served[:1], served[1:])
+    assert [one.tolist() for one in labels[0]] == [one.tolist() for one in labels[1]]
+
+
+# Whole runs.
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_cuda_equals_cpu_in_float64(method):
-    on_cpu, on_cuda = (Federation(Config(**SMALL, precision="fp64", device=device)) for device in ("cpu", "cuda"))
-    ours, oracle = on_cuda.run(method), on_cpu.run(method)
-    assert torch.allclose(vectors(ours), vectors(oracle), rtol=0, atol=1e-9)
-    assert ours.accuracy == oracle.accuracy
-    assert ours.bytes == oracle.bytes
+def test_a_run_on_the_card_equals_the_oracle_in_float64(method):
+    options = {"finetune": 1} if method == "fedavg-ft" else {}
+    on_card = Federation(Config(**SMALL, precision="fp64", device=DEVICE)).run(method, **options)
+    oracle = Federation(Config(**SMALL, precision="fp64", device="cpu", engine="serial")).run(method, **options)
+    same(on_card, oracle)
+
+
+@pytest.mark.usefixtures("ragged")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_with_ragged_clients_and_momentum_equals_the_oracle(method):
+    ours = Federation(Config(**RAGGED, device=DEVICE)).run(method)
+    same(ours, Federation(Config(**RAGGED, device="cpu", engine="serial")).run(method))
+
+
+@pytest.mark.usefixtures("ragged")
+def test_the_serial_engine_on_the_card_equals_itself_on_the_cpu():
+    ours, theirs = (
+        Federation(Config(**RAGGED, device=device, engine="serial")).run("fedobp", q=0.9) for device in (DEVICE, "cpu")
+    )
+    same(ours, theirs)
+
+
+@pytest.mark.usefixtures("ragged")
+def test_runs_of_a_sweep_equal_each_run_alone_on_the_oracle():
+    changes = [
+        {}, {"seed": 7}, {"seed": 8, "partition_seed": 1}, {"options": {"q": 0.5}}, {"momentum": 0.0, "rounds": 2},
+        {"method": "fedper", "epochs": 1}, {"method": "fedavg-last", "rounds": 5, "lr_schedule": "cosine"},
+        {"method": "fedavg-ft", "batch_size": 5}, {"model": "strided"}, {"store_memory": 1e-9},
+        {"lane_memory": 1e-9},
+    ]  # fmt: skip
+    configs = [Config(**{**RAGGED, "device": DEVICE, **change}) for change in changes]
+    for config, result in zip(configs, sweep(configs), strict=True):
+        same(result, Federation(replace(config, device="cpu", engine="serial")).run())
+
+
+def test_a_run_that_diverges_names_its_client():
+    config = Config(**{**SMALL, "lr": 1e9, "device": DEVICE})
+    with pytest.raises(FedobpError, match=r"^round \d, client \d: .* \(it is 1e\+09\)"):
+        Federation(config).run("fedavg")
+
+
+# The same every time, and in other precisions.
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_same_bytes_twice(method, tmp_path):
     for name in ("first", "second"):
-        Federation(Config(**SMALL, device="cuda")).run(method, out=tmp_path / name)
+        Federation(Config(**SMALL, momentum=0.5, device=DEVICE)).run(method, out=tmp_path / name)
     for name in ("config.toml", "metrics.jsonl", "models/global.safetensors", "models/clients.safetensors"):
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("name", ["mlp", "cnn-small"])
+def test_the_same_bits_twice_in_every_precision(name, precision):
+    model = made(name)
+    first, second = (
+        played(Lanes(model, BATCH, precision), model, MIXED, device=DEVICE, dtype=torch.float32) for _ in range(2)
+    )
+    agree(first, second, atol=0)
+
+
+@pytest.mark.parametrize(("precision", "atol"), [("fp32", 1e-4), ("tf32", 2e-2), ("bf16", 8e-2)])
+@pytest.mark.parametrize("engine", [Lanes, Serial])
+@pytest.mark.parametrize("phases", ["plain", "everything"])
+@pytest.mark.parametrize("name", ["mlp", "cnn-small"])
+def test_other_precisions_are_near_float64_after_a_few_steps(name, phases, engine, precision, atol):
+    model, plan, once = made(name), Plan(phases), ({},)
+    [exact] = played(Serial(model, BATCH), model, [plan], rounds=once)
+    [found] = played(engine(model, BATCH, precision), model, [plan], device=DEVICE, dtype=torch.float32, rounds=once)
+    for entry in ("up theta", "loss"):
+        assert found[entry].dtype == torch.float32
+        torch.testing.assert_close(
+            found[entry].cpu().double(),
+            exact[entry],
+            rtol=0,
+            atol=atol,
+            equal_nan=True,
+            msg=lambda m, n=entry: f"{n}: {m}",
+        )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("engine", ["lanes", "serial"])
+def test_a_run_learns_in_every_precision(engine, precision):
+    settings = {"clients": 6, "rounds": 6, "participation": 1.0, "epochs": 2, "lr": 0.05, "model": "mlp"}
+    exact = Federation(Config(**settings, device="cpu")).run("fedper").accuracy.pooled
+    found = Federation(Config(**settings, device=DEVICE, engine=engine, precision=precision)).run("fedper")
+    assert exact > 80
+    assert found.accuracy.pooled == pytest.approx(exact, abs=3)
+
+
+# Nobody waits for the card.
+
+
+@contextmanager
+def nobody_waits():
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def test_waiting_would_be_noticed():
+    one = torch.ones(1, device=DEVICE)
+    with pytest.raises(RuntimeError, match="synchroniz"), nobody_waits():
+        one.item()
+
+
+@pytest.mark.parametrize("phases", ["plain", "all but a loss", "everything", "plain, then loss"])
+@pytest.mark.parametrize("name", ["mlp", "cnn-small"])
+def test_training_does_not_wait_once_its_graphs_are_made(name, phases):
+    model = made(name)
+    engine, start = Lanes(model, BATCH), model.initial(3).to(DEVICE)
+    own = {"theta": start.flip(0), "visits": torch.zeros((), dtype=torch.int64, device=DEVICE)}
+    people = [Population(federated(DEVICE, torch.float32), own, start, seed, Budget()) for seed in (5, 6)]
+    plans = Plan(phases), Plan(phases, FAST)
+
+    def tasks(round):
+        return [task(plan, one, start, round) for plan, one in zip(plans, people, strict=True)]
+
+    for round in (1, 2):
+        engine.train(tasks(round))
+        engine.prepare([replace(one, down={}) for one in tasks(round + 1)])
+    now, coming = tasks(3), [replace(one, down={}) for one in tasks(4)]
+    torch.cuda.synchronize()
+    with nobody_waits():
+        engine.train(now)
+        engine.prepare(coming)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_whole_round_does_not_wait(method):
+    """Send, train, receive and keep, with the next round's order beside it; evaluation may wait."""
+    model, data = made("cnn-small"), federated(DEVICE, torch.float32)
+    chosen = METHODS[method].configure({"q": 0.9, "ema": 0.5} if method == "fedobp" else {})
+    theta = model.initial(3).to(DEVICE)
+    start = chosen.begin(model, theta)
+    server, rows = start.server, Store(start.row, CLIENTS, Budget())
+    people, engine = Population(data, start.own, theta, 5, Budget()), Lanes(model, BATCH)
+    hp = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, **chosen.floats()}
+
+    def play(round):
+        nonlocal server
+        now = Moment(round, 9, CLIENTS, 2, torch.arange(CLIENTS))
+        down, sent = chosen.send(model, now, server, rows.gather(range(CLIENTS)))
+        [answer] = engine.train([Task(people, now, chosen.local(model, now), down, hp)])
+        server, kept = chosen.receive(model, now, server, sent, answer.up, answer.n)
+        rows.scatter(range(CLIENTS), kept)
+        later = replace(now, round=round + 1)
+        engine.prepare([Task(people, later, chosen.local(model, later), {}, hp)])
+
+    for round in (1, 2):
+        play(round)
+    torch.cuda.synchronize()
+    with nobody_waits():
+        play(3)
+    assert server["theta"].isfinite().all()
+
+
+# The rest.
+
+
+def test_clients_state_may_lie_in_a_file():
+    start = {"theta": torch.zeros(3, device=DEVICE), "seen": torch.zeros((), dtype=torch.bool, device=DEVICE)}
+    store = Store(start, 4, Budget(0))
+    store.scatter([2, 0], {"theta": torch.arange(6.0, device=DEVICE).view(2, 3), "seen": torch.tensor([True, False])})
+    found = store.gather([0, 1, 2])
+    assert found["theta"].device.type == found["seen"].device.type == DEVICE
+    assert found["theta"].tolist() == [[3, 4, 5], [0, 0, 0], [0, 1, 2]]
+    assert found["seen"].tolist() == [False, False, True]
+
+
 def test_auto_takes_the_card():
     assert Config().device == "cuda"
+
+
+def test_the_cards_memory_is_known():
+    assert memory_of(torch.device("cuda")) == torch.cuda.get_device_properties(0).total_memory
 
 
 def test_thresholds_agree_with_the_cpu():

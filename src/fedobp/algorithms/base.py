@@ -102,6 +102,11 @@ class Train:
     loss: Loss | None = None  # None: the cross-entropy of learn[0]
     lr: str = "lr"
 
+    def __post_init__(self) -> None:
+        """Refuse what has no meaning."""
+        if self.loss is None and len(self.learn) != 1:
+            raise ValueError("without a loss of its own, a phase trains one vector")
+
 
 Program = Sequence[Train | Callable[[Model, Client], Client]]
 

@@ -206,7 +206,7 @@ class Lanes:
         for at, item in enumerate(task.program):
             if isinstance(item, Train):
                 trained, losses = yield _Phase(task, item, client, fold(keys, at))
-                client, loss = client.set(**trained), torch.where(losses.isnan(), loss, losses)
+                client, loss = client.set(**trained), losses if item.epochs else loss
             else:
                 client = self._vectorised(item, client)
         return client, loss

@@ -1,0 +1,292 @@
+"""Ragged clients, networks and programs on which every engine must agree: for the CPU's tests and the GPU's."""
+
+import itertools
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fedobp.algorithms import Moment, Sparse, Train
+from fedobp.data import Dataset, FederatedData, Shard
+from fedobp.engine import Budget, Population, Task
+from fedobp.models import Model
+
+BATCH, CLASSES = 4, 3
+# Training samples: a last batch of 3; of one, which is skipped; nobody; one sample; a last batch of 2; two full ones.
+TRAIN, VAL, TEST = (11, 9, 0, 1, 6, 8), (2, 0, 1, 0, 3, 1), (3, 2, 1, 0, 9, 0)
+CLIENTS = len(TRAIN)
+
+
+# Networks.
+
+
+class Residual(nn.Module):
+    """No plain sequence: a skip connection, a norm, and a parameter of its own."""
+
+    def __init__(self, channels, classes):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, 4, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 4)
+        self.again = nn.Conv2d(4, 4, 3, padding=1)
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.classifier = nn.Linear(4, classes)
+
+    def forward(self, x):
+        x = functional.relu(self.norm(self.conv(x)))
+        x = x + self.gain * self.again(x).tanh()
+        return self.classifier(x.mean(dim=(2, 3)))
+
+
+class Products(nn.Module):
+    """A network without a matrix product."""
+
+    def __init__(self, entries, classes):
+        super().__init__()
+        self.classifier = nn.ParameterDict({"weight": torch.linspace(-1, 1, classes * entries).view(classes, entries)})
+
+    def forward(self, x):
+        return (x.flatten(1)[:, None] * self.classifier["weight"]).sum(dim=2)
+
+
+def strided(shape, classes):
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(shape[0], 4, 3, stride=2, padding=1),
+            tanh=nn.Tanh(),
+            pool=nn.AvgPool2d(2),
+            flatten=nn.Flatten(),
+            classifier=nn.Linear(4 * (shape[1] // 4) * (shape[2] // 4), classes),
+        )
+    )
+
+
+def in_place(shape, classes):
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(shape[0], 4, 3),
+            relu=nn.ReLU(inplace=True),
+            flatten=nn.Flatten(),
+            classifier=nn.Linear(4 * (shape[1] - 2) * (shape[2] - 2), classes),
+        )
+    )
+
+
+def without_bias(shape, classes):
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(shape[0], 3, 5, padding=2, bias=False),
+            pool=nn.MaxPool2d(2),
+            conv2=nn.Conv2d(3, 5, 1, bias=False),
+            leaky=nn.LeakyReLU(),
+            flatten=nn.Flatten(),
+            classifier=nn.Linear(5 * (shape[1] // 2) * (shape[2] // 2), classes, bias=False),
+        )
+    )
+
+
+def one_relu_twice(shape, classes):
+    relu = nn.ReLU()
+    layers = [nn.Flatten(), nn.Linear(shape[0] * shape[1] * shape[2], 12), relu, nn.Linear(12, 12), relu]
+    return nn.Sequential(OrderedDict(enumerate_names(layers), classifier=nn.Linear(12, classes)))
+
+
+def enumerate_names(layers):
+    return [(f"layer{at}", layer) for at, layer in enumerate(layers)]
+
+
+NETWORKS = {
+    "strided": strided,
+    "in-place": in_place,
+    "without-bias": without_bias,
+    "one-relu-twice": one_relu_twice,
+    "residual": lambda shape, classes: Residual(shape[0], classes),
+    "products": lambda shape, classes: Products(shape[0] * shape[1] * shape[2], classes),
+}
+
+
+# Clients.
+
+
+def shards(seed=0):
+    """Return ragged shards; with another seed, other clients have the sizes and other samples are whose."""
+    generator = np.random.RandomState(seed)
+    order, sizes = generator.permutation(sum(TRAIN + VAL + TEST)), list(zip(TRAIN, VAL, TEST, strict=True))
+    dealt, start = [], 0
+    for lengths in sizes if seed == 0 else sizes[::-1]:
+        ends = np.cumsum((start, *lengths))
+        dealt.append(Shard(*(order[a:b] for a, b in itertools.pairwise(ends))))
+        start = ends[-1]
+    return dealt
+
+
+def dataset(shape=(8, 8)):
+    """Return random images as bytes."""
+    total, generator = sum(TRAIN + VAL + TEST), np.random.RandomState(1)
+    x, y = generator.randint(0, 256, (total, *shape)).astype(np.uint8), generator.randint(0, CLASSES, total)
+    return Dataset("mine", x, y, np.arange(CLASSES), 0)
+
+
+def federated(device="cpu", dtype=torch.float64, seed=0):
+    return FederatedData(dataset(), shards(seed), torch.device(device), dtype)
+
+
+# Programs.
+
+
+def begin(model, client):
+    """Start from the download and what is remembered; every client has masks, anchors and drifts of its own."""
+    theta = client.down["theta"] + 0.1 * client.own["theta"]
+    return client.set(
+        theta=theta,
+        mask=theta > -0.02,
+        anchor=theta.flip(0) / 2,
+        drift=theta.roll(1) / 10,
+        other=theta / 2,
+        scale=1 + theta[:CLASSES],
+    )
+
+
+def end(model, client):
+    kept = client.down["part"].keep
+    sent = {"theta": client.theta, "other": client.work["other"], "scale": client.work["scale"]}
+    client = client.remember(theta=client.theta, visits=client.own["visits"] + 1)
+    return client.upload(**sent, part=Sparse(client.theta, ~kept), visits=client.own["visits"])
+
+
+def halve(model, client):
+    return client.set(theta=client.theta / 2, mask=~client.work["mask"])
+
+
+def scaled_loss(model, client, batch):
+    """Look at everything that a client has."""
+    logits = model.logits(client.theta, batch.x) * client.work["scale"]
+    near = client.down["part"].fill(client.own["theta"]) - client.theta
+    return (
+        batch.mean(functional.cross_entropy(logits, batch.y, reduction="none"))
+        + client.hp["mu"] * near.square().mean()
+        + client.work["drift"].cos() @ client.theta / len(client.theta)
+    )
+
+
+def mixed_loss(model, client, batch):
+    """Two models in one, and how they are mixed."""
+    share = client.work["scale"].mean().sigmoid()
+    mixed = share * client.theta + (1 - share) * client.work["other"]
+    return batch.mean(functional.cross_entropy(model.logits(mixed, batch.x), batch.y, reduction="none"))
+
+
+PULL = ("anchor", "mu")
+PHASES: dict[str, list[Any]] = {
+    "plain": [Train(2)],
+    "head": [Train(2, part="head")],
+    "base": [Train(2, part="base")],
+    "mask": [Train(2, mask="mask")],
+    "mask in the base": [Train(2, part="base", mask="mask")],
+    "pull": [Train(2, pull=PULL)],
+    "drift": [Train(2, drift="drift")],
+    "rate": [Train(2, lr="slow")],
+    "another vector": [Train(2, learn=("other",))],
+    "all but a loss": [Train(2, part="head", mask="mask", pull=PULL, drift="drift", lr="slow")],
+    "loss": [Train(2, loss=scaled_loss)],
+    "three vectors": [Train(2, learn=("theta", "other", "scale"), loss=mixed_loss)],
+    "everything": [Train(2, ("theta", "scale"), "base", "mask", PULL, "drift", scaled_loss, "slow")],
+    "two phases": [Train(1), Train(2)],
+    "head, then base": [Train(2, part="head"), halve, Train(1, part="base", mask="mask")],
+    "plain, then loss": [Train(1), Train(1, learn=("theta", "scale"), loss=scaled_loss), Train(1, drift="drift")],
+    "no epochs": [Train(0)],
+    "no epochs with a loss": [Train(0, loss=scaled_loss)],
+    "an end without epochs": [Train(2), Train(0)],
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run: what its clients do, with which numbers, on whose data."""
+
+    phases: str = "plain"
+    hp: dict[str, float] = field(default_factory=dict)
+    cohort: tuple[int, ...] = tuple(range(CLIENTS))
+    seed: int = 5
+    deal: int = 0  # the partition
+    epochs: int | None = None  # of every phase, where given
+
+    def program(self):
+        def timed(item):
+            known = isinstance(item, Train) and self.epochs is not None
+            return replace(item, epochs=self.epochs) if known else item
+
+        return [begin, *map(timed, PHASES[self.phases]), end]
+
+    def numbers(self):
+        return {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "mu": 0.3, "slow": 0.04, **self.hp}
+
+
+FAST = {"momentum": 0.9, "weight_decay": 0.05}
+CHANGES = (
+    {"cohort": (1, 5), "epochs": 1},
+    {"cohort": (0,), "epochs": 1},
+    {"epochs": 4},
+    {"cohort": (4, 0, 2), "epochs": 2},
+    {"cohort": (3,), "epochs": 3},
+    {"cohort": (5, 4, 3, 2, 1, 0), "epochs": 1},
+)  # of rounds: more and fewer clients and steps
+
+
+def played(engine, model, plans, *, device="cpu", dtype=torch.float64, rounds=({}, {})):
+    """Play rounds of all plans side by side, each with its changes; return all that can be seen of each afterwards."""
+    first = federated(device, dtype)
+    dealt = {0: first, 1: first.dealt_again(dataset(), shards(1))}
+    theta = model.initial(3).to(device, dtype)
+    own = {"theta": theta.flip(0), "visits": torch.zeros((), dtype=torch.int64, device=device)}
+    people = [Population(dealt[plan.deal], own, theta, plan.seed, Budget()) for plan in plans]
+    answers = []
+    for round, change in enumerate(rounds, start=1):
+        now = [replace(plan, **change) for plan in plans]
+        answers = engine.train([task(plan, one, theta, round) for plan, one in zip(now, people, strict=True)])
+    everyone = range(CLIENTS)
+    return [
+        {
+            **{f"up {name}": value for name, value in answer.up.items()},
+            **{f"own {name}": value for name, value in one.own.gather(everyone).items()},
+            "last": engine.last(task(Plan(), one, theta), torch.full_like(theta, 7.0)),
+            **{"loss": answer.loss, "n": answer.n, "finite": answer.finite},
+        }
+        for answer, one in zip(answers, people, strict=True)
+    ]
+
+
+def task(plan, people, theta, round=1):
+    now = Moment(round, 3, CLIENTS, 1, torch.tensor(plan.cohort))
+    steps = torch.arange(len(plan.cohort), device=theta.device)[:, None]
+    keep = torch.arange(len(theta), device=theta.device) % (steps + 2) != 0
+    down = {"theta": theta * (1 + steps / 10), "part": Sparse(theta.expand(len(steps), -1), keep)}
+    return Task(people, now, plan.program(), down, plan.numbers())
+
+
+def agree(found, expected, atol=1e-9):
+    """Compare what several runs gave, name by name; NaN is where NaN is expected."""
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            mine = ours[name]
+            if isinstance(value, Sparse):
+                assert torch.equal(mine.keep.cpu(), value.keep.cpu()), name
+                mine, value = mine.values, value.values
+            torch.testing.assert_close(
+                mine.cpu(),
+                value.cpu(),
+                rtol=0,
+                atol=atol,
+                equal_nan=True,
+                check_dtype=True,
+                msg=lambda m, n=name: f"{n}: {m}",
+            )
+
+
+def made(name, shape=(1, 8, 8)):
+    return Model(name, shape, CLASSES)
