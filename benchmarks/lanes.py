@@ -174,17 +174,14 @@ def row(clients: int, cohort: int, hidden: int, store: float | None = None) -> N
     dataset, shards = deal(config, noise("fmnist", (28, 28), IMAGES * clients, 10))
     data = FederatedData(dataset, shards, CPU, torch.float32)
     model = Model("wide", data.shape, data.classes)
-    memory, seconds = [_memory()], {}
-    for name in reversed(ENGINES):  # the lanes first: the peak of memory is then their own
-        trial = Trial(config, model, data, Budget(memory_of(CPU) / 4 if store is None else store * 2**30))
-        engine = engine_for(replace(config, engine=name), model)
-        nows = [trial.moment(at, who, config.epochs) for at, who in enumerate(cohorts(config), start=1)]
-        seconds[name] = statistics.median([train(engine, [trial], [[now]]) for now in nows][1:])
-        memory.append(_memory())
+    before = _memory()
+    trial = Trial(config, model, data, Budget(memory_of(CPU) / 4 if store is None else store * 2**30))
+    engine = engine_for(config, model)
+    nows = [trial.moment(at, who, config.epochs) for at, who in enumerate(cohorts(config), start=1)]
+    seconds = statistics.median([train(engine, [trial], [[now]]) for now in nows][1:])
     spilled = "" if store is None else f", {store} GiB for the client store"
-    print(f"{clients:,} clients, {cohort} a round, {model.layout.size:,} parameters{spilled}: serial "
-          f"{seconds['serial']:.3f} s a round, lanes {seconds['lanes']:.3f} s, {memory[1] / 1e6:,.0f} MB at most "
-          f"({memory[0] / 1e6:,.0f} MB before training)")  # fmt: skip
+    print(f"{clients:,} clients, {cohort} a round, {model.layout.size:,} parameters{spilled}: {seconds:.3f} s a round, "
+          f"{_memory() / 1e6:,.0f} MB at most ({before / 1e6:,.0f} MB before training)")  # fmt: skip
 
 
 def _memory() -> int:

@@ -25,7 +25,6 @@ from fedobp.engine import (
     Trained,
     diverged,
     dtype_of,
-    keep_memory,
     memory_of,
 )
 from fedobp.evaluation import Accuracy, Evaluator, Personal, Protocol, Report, protocol
@@ -235,8 +234,6 @@ def memory_for(config: Config, what: Literal["lane", "store"]) -> float:
 
 def engine_for(config: Config, model: Model) -> Engine:
     """Return the engine that a configuration names."""
-    if config.device == "cpu":
-        keep_memory()
     if config.engine == "serial":
         return Serial(model, config.batch_size, config.precision)
     return Lanes(model, config.batch_size, config.precision, memory_for(config, "lane"))

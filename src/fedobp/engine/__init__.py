@@ -3,7 +3,7 @@
 The round loop talks to an engine through `Engine` alone, so it is the same text for every way of running clients.
 """
 
-from fedobp.engine.arithmetic import Precision, dtype_of, keep_memory
+from fedobp.engine.arithmetic import Precision, dtype_of
 from fedobp.engine.interface import Counters, Engine, Population, Task, Trained, diverged
 from fedobp.engine.lanes import Lanes
 from fedobp.engine.memory import memory_of
@@ -12,5 +12,5 @@ from fedobp.engine.store import Budget, Store
 
 __all__ = [
     "Budget", "Counters", "Engine", "Lanes", "Population", "Precision", "Serial", "Store", "Task", "Trained",
-    "diverged", "dtype_of", "keep_memory", "memory_of",
+    "diverged", "dtype_of", "memory_of",
 ]  # fmt: skip

@@ -1,6 +1,5 @@
 """How numbers are computed: precision, determinism and threads, set for a stretch of work and put back after it."""
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -11,7 +10,6 @@ from fedobp.models import Model
 
 Precision = Literal["fp32", "fp64", "tf32", "bf16"]
 _SMALL = 200_000  # parameters
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of malloc.h
 
 
 def dtype_of(precision: Precision) -> torch.dtype:
@@ -33,18 +31,6 @@ def steady(precision: Precision, threads: int | None = None) -> Iterator[None]:
     finally:
         torch.backends.cuda.matmul.allow_tf32 = matmul
         torch.set_num_threads(before)
-
-
-def keep_memory() -> None:
-    """Let this process keep the memory that it frees.
-
-    A step frees and takes the same megabytes again and again. By default glibc hands each large piece back to the
-    kernel, which has to clear it before it comes again: in a virtual machine that is a fifth of a CPU step.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc
-        for parameter, value in ((_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1)):
-            libc.mallopt(parameter, value)
 
 
 def serial_threads(model: Model) -> int:
