@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
@@ -229,12 +229,11 @@ def compare(
         for name in names
     ]
     folder = claim(out) if out else fresh(f"compare-{first.dataset}")
-    labels = [config.method if seeds == 1 else f"{config.method}, seed {config.seed}" for config in plan]
     with _progress(len(plan), first.rounds) as advance:
         results = sweep(
             plan,
             out=[folder / f"{config.method}-seed{config.seed}" for config in plan],
-            progress=lambda at: advance(labels[at.run], at),
+            progress=lambda at: advance(f"{len(plan)} runs", replace(at, accuracy=None)),
             keep_models=False,
         )
     found = {"runs": [result.to_json() for result in results], "table": summarise(results)}
