@@ -359,3 +359,63 @@ def test_the_package_offers_exactly_its_public_names():
     assert all(hasattr(fedobp, name) for name in fedobp.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Fedration'"):
         _ = fedobp.Fedration
+
+
+# Sweeps.
+
+
+def test_a_run_that_fails_lets_the_others_finish_and_is_named(tmp_path):
+    settings = {"rounds": 3, "eval_every": 3, "clients": 8, "model": "mlp", "save_models": "none"}
+    configs = [
+        Config(**settings),
+        Config(**settings, lr=1e9, method="fedavg", seed=7),
+        Config(**settings, method="local"),
+    ]
+    outs = [tmp_path / name for name in "abc"]
+    with pytest.raises(FedobpError, match=r"^fedavg, seed 7: round \d, client \d+: .*no longer finite"):
+        sweep(configs, out=outs)
+    for folder, rounds in zip(outs, (3, None, 3), strict=True):
+        assert (folder / "result.json").exists() == (rounds is not None)
+        if rounds:
+            lines = (folder / "metrics.jsonl").read_text().splitlines()
+            assert [json.loads(line)["round"] for line in lines] == [1, 2, 3]
+
+
+def test_every_round_is_written_down_before_the_next_one_on_the_cpu(tmp_path):
+    seen = []
+
+    def look(at):
+        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        seen.append((at.round, len(lines)))
+
+    Federation(Config(rounds=4, eval_every=4, clients=8, model="mlp")).run(out=tmp_path / "run", progress=look)
+    assert seen == [(1, 1), (2, 2), (3, 3), (4, 4)]
+
+
+def test_shares_of_the_time_of_runs_of_different_length_add_up():
+    short, long = sweep([Config(rounds=r, eval_every=99, clients=8, model="mlp") for r in (1, 9)])
+    assert 0 < short.seconds < long.seconds
+
+
+@pytest.mark.parametrize(
+    ("out", "complaint"),
+    [("abc", "a folder for each of the 2 runs"), (["a"], "a folder for each of the 2 runs"), (["a", "a"], "twice")],
+)
+def test_a_sweeps_folders_are_checked_first(tmp_path, monkeypatch, out, complaint):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FedobpError, match=complaint):
+        sweep([Config(rounds=1, clients=8, model="mlp"), Config(rounds=1, clients=8, model="mlp", seed=1)], out=out)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_occupied_folder_of_a_sweep_is_noticed_before_anything_runs(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.toml").touch()
+    with pytest.raises(FedobpError, match="already holds a run"):
+        sweep([Config(rounds=1), Config(rounds=1, batch_size=16)], out=[tmp_path / "a", tmp_path / "b"])
+    assert not list((tmp_path / "a").iterdir())
+
+
+def test_a_sweep_takes_any_iterable_of_configurations():
+    results = sweep(Config(rounds=1, clients=8, model="mlp", seed=seed) for seed in (1, 2))
+    assert [result.config.seed for result in results] == [1, 2]

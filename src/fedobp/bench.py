@@ -6,7 +6,7 @@ takes, is known before anything is trained. So a few typical rounds are measured
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Literal
@@ -43,6 +43,7 @@ EngineName = Literal["serial", "lanes"]
 _ENDS = {"peak": 0.05, "lanes": 0.45, "lanes evaluation": 0.55, "serial": 0.9, "serial evaluation": 1.0}
 _LONGEST = 3600.0  # seconds
 _MOST_RUNS = 1000
+_SAMPLE = 400  # rounds whose cohorts are looked at
 _AT_ONCE = 10  # rounds without waiting for a device
 _SIDES = {"cpu": (512, 1024, 2048), "cuda": (2048, 4096, 8192)}  # of the matrices that are multiplied
 
@@ -187,12 +188,12 @@ def stand_in(config: Config) -> Dataset | None:
     return None if info.available else noise(info.name, info.shape, KNOWN[info.name].samples, info.classes)
 
 
-def steps_by_round(config: Config, data: FederatedData) -> list[int]:
-    """Return how many steps the cohort of each round takes."""
+def steps_by_round(config: Config, data: FederatedData, who: Iterable[Tensor] | None = None) -> list[int]:
+    """Return how many steps each round's cohort takes: those of all rounds, or of the cohorts `who`."""
     by_client = [
         config.epochs * batches_of(data.size(client, "train"), config.batch_size) for client in range(data.clients)
     ]
-    return [sum(by_client[client] for client in cohort.tolist()) for cohort in cohorts(config)]
+    return [sum(by_client[client] for client in cohort.tolist()) for cohort in who or cohorts(config)]
 
 
 def step_flops(config: Config, model: Model) -> float:
@@ -240,6 +241,7 @@ class _Session:
     """One measurement: the federation, and the time that it may take."""
 
     def __init__(self, config: Config, runs: int, seconds: float, progress: Callable[[str, float], None]) -> None:
+        self._begun, self._seconds, self._progress = time.perf_counter(), seconds, progress
         progress("data", 0.0)
         self._device = torch.device(config.device)
         # Each run's cohorts are its own; the partition stays the first one's.
@@ -249,12 +251,12 @@ class _Session:
         self._dataset, self._shards = deal(config, noisy)
         self._data = FederatedData(self._dataset, self._shards, self._device, dtype_of(config.precision))
         self._model = Model(config.model, self._data.shape, self._data.classes)
-        self._cohorts = [list(cohorts(one)) for one in self._configs]
-        self._steps = [steps_by_round(one, self._data) for one in self._configs]
+        self._cohorts = [list(islice(cohorts(one), _SAMPLE)) for one in self._configs]
+        steps = [steps_by_round(one, self._data, who) for one, who in zip(self._configs, self._cohorts, strict=True)]
+        self._steps = steps
         self._step_flops = step_flops(config, self._model)
-        if not sum(map(sum, self._steps)):
+        if not sum(self._steps[0]):
             raise FedobpError("no client has a batch to train on: use fewer --clients")
-        self._begun, self._seconds, self._progress = time.perf_counter(), seconds, progress
 
     def measure(self) -> Bench:
         """Measure both engines."""
@@ -267,7 +269,7 @@ class _Session:
             engine = engine_for(replace(config, engine=name), self._model)
             trained = self._trained(name, engine)
             found[name] = trained, self._evaluated(name, engine, trained)
-        steps_per_round = sum(map(sum, self._steps)) / (config.rounds * len(self._configs))
+        steps_per_round = sum(map(sum, self._steps)) / sum(map(len, self._steps))
         evaluations = math.ceil(config.rounds / config.eval_every)
 
         def speed(name: EngineName) -> Speed:
@@ -323,7 +325,7 @@ class _Session:
         """Yield rounds for ever, those first whose number of steps is nearest to the average."""
         together = [sum(steps) for steps in zip(*self._steps, strict=True)]
         mean = sum(together) / len(together)
-        busy = [round for round, steps in enumerate(together) if steps]
+        busy = [round for round, steps in enumerate(self._steps[0]) if steps]
         return cycle(sorted(busy, key=lambda round: abs(together[round] - mean)))
 
     def _trained(self, name: EngineName, engine: Engine) -> _Measured:

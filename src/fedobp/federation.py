@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,10 +27,11 @@ from fedobp.engine import (
     dtype_of,
     memory_of,
 )
+from fedobp.errors import FedobpError
 from fedobp.evaluation import Accuracy, Evaluator, Personal, Protocol, Report, protocol
 from fedobp.keys import NOBODY, Purpose, fold, permutation
 from fedobp.models import Model
-from fedobp.runs import Models, RunFolder
+from fedobp.runs import Models, RunFolder, claim
 from fedobp.wire import payload_count
 
 
@@ -162,11 +163,13 @@ class Federation:
         kept = config.options if method == config.method else {}
         config = replace(config, method=method, options={**kept, **options})
         [result] = _launch([(self, config, Path(out) if out else None)], progress or (lambda _: None))
+        if isinstance(result, FedobpError):
+            raise result
         return result
 
 
 def sweep(
-    configs: Sequence[Config],
+    configs: Iterable[Config],
     *,
     out: Sequence[str | Path] | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -178,7 +181,11 @@ def sweep(
     whatever their seeds, partitions, methods and numbers. With `out`, each run is written to a folder of its own.
     Without `keep_models`, results hold the global model only, and not every client's.
     """
+    configs = list(configs)
+    if out is not None:
+        out = _folders(out, len(configs))
     results: dict[int, Result] = {}
+    failures: list[FedobpError] = []
     for alike in _alike(configs):
         federation = Federation(configs[alike[0]])
         most = _room(federation, [configs[run] for run in alike])
@@ -194,9 +201,28 @@ def sweep(
                     progress(replace(at, run=together[at.run]))
 
             for run, result in zip(together, _launch(plans, report, keep_models), strict=True):
-                # Whole personal models of every run would fill the memory.
-                results[run] = result if keep_models else replace(result, models=result.models.without_clients())
+                if isinstance(result, FedobpError):
+                    failures.append(_named(configs[run], result))
+                else:
+                    # Whole personal models of every run would fill the memory.
+                    results[run] = result if keep_models else replace(result, models=result.models.without_clients())
+    if failures:
+        raise failures[0]  # when all others have finished and are written down
     return [results[run] for run in range(len(configs))]
+
+
+def _named(config: Config, failure: FedobpError) -> FedobpError:
+    return FedobpError(f"{config.method}, seed {config.seed}: {failure}")
+
+
+def _folders(out: Sequence[str | Path], runs: int) -> list[Path]:
+    """Return the folders of a sweep's runs, each of its own and free, or say what is wrong with them."""
+    if isinstance(out, str | Path) or len(out) != runs:
+        raise FedobpError(f"`out` must name a folder for each of the {runs} runs")
+    folders = [Path(one) for one in out]
+    if len(set(folders)) < runs:
+        raise FedobpError("`out` names a folder twice: give each run one of its own")
+    return [claim(folder) for folder in folders]
 
 
 def _samples(config: Config) -> tuple[object, ...]:
@@ -243,31 +269,37 @@ def _launch(
     plans: Sequence[tuple[Federation, Config, Path | None]],
     progress: Callable[[Progress], None],
     keep_models: bool = True,
-) -> list[Result]:
-    """Train runs side by side, round by round."""
-    begun = time.perf_counter()
+) -> list[Result | FedobpError]:
+    """Train runs side by side, round by round; one that fails leaves the others alone."""
+    last = time.perf_counter()
     first, config, _ = plans[0]
     engine = engine_for(config, first.model)
     budget = Budget(memory_for(config, "store"))
     runs = [_Run(federation, config, out, engine, budget, keep_models) for federation, config, out in plans]
+    failures: dict[int, FedobpError] = {}
     for round in range(1, max(run.config.rounds for run in runs) + 1):
         clock, before = time.perf_counter(), engine.counters
-        going = [(at, run) for at, run in enumerate(runs) if round <= run.config.rounds]
-        tasks = [run.begin_round(round) for _, run in going]
-        for (_, run), answer in zip(going, engine.train(tasks), strict=True):
+        going = {at: run for at, run in enumerate(runs) if round <= run.config.rounds and at not in failures}
+        if not going:
+            break
+        tasks = [run.begin_round(round) for run in going.values()]
+        for run, answer in zip(going.values(), engine.train(tasks), strict=True):
             run.end_round(answer)
-        engine.prepare([run.task(round + 1) for _, run in going if round < run.config.rounds])
+        engine.prepare([run.task(round + 1) for run in going.values() if round < run.config.rounds])
         trained, done = time.perf_counter() - clock, engine.counters - before
-        for at, run in going:
-            run.evaluate_and_log()
+        for at, run in going.items():
+            try:
+                run.evaluate_and_log()
+            except FedobpError as error:
+                failures[at] = error
             progress(Progress(run.config.method, round, run.config.rounds, run.accuracy, at))
-        times = {"round": round, "train": trained, "all": time.perf_counter() - clock, "runs": len(going)}
-        for _, run in going:
+        now = time.perf_counter()
+        times = {"round": round, "train": trained, "all": now - clock, "runs": len(going)}
+        for run in going.values():
             run.log_times({**times, "occupancy": done.occupancy})
-            if round == run.config.rounds:
-                # A run's own share of the time: side by side, all are as long under way as the longest.
-                run.seconds = (time.perf_counter() - begun) / len(runs)
-    return [run.finish() for run in runs]
+            run.seconds += (now - last) / len(going)  # side by side, each has an equal share
+        last = now
+    return [failures[at] if at in failures else run.finish() for at, run in enumerate(runs)]
 
 
 class _Run:
@@ -326,19 +358,23 @@ class _Run:
         self.pending.append(cost)
 
     def evaluate_and_log(self) -> None:
-        """Write down the rounds before this one; evaluate this one if it is due, and write it down too.
+        """Evaluate if it is due, and write down what is known.
 
-        A device may still be busy with this round: its costs are asked for when the next one is under way.
+        CUDA may still be busy with this round: then its costs are asked for when the next one is under way.
         """
-        while len(self.pending) > 1:
+        due, newest = self._due(self.now.round), self.pending.pop()
+        while self.pending:
             self._log(self.pending.pop(0).settled())
-        if self._due(self.now.round):
-            line = self.pending.pop().settled()
-            try:
+        if newest.loss.is_cuda and not due:
+            self.pending = [newest]
+            return
+        line = newest.settled()
+        try:
+            if due:
                 self.reports.append(self._evaluate(self.now.round))
                 line |= self.reports[-1].to_json()
-            finally:  # what a round cost is kept even if fine-tuning diverges
-                self._log(line)
+        finally:  # what a round cost is kept even if fine-tuning diverges
+            self._log(line)
 
     def _log(self, line: dict[str, Any]) -> None:
         for way in self.bytes:

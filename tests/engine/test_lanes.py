@@ -22,6 +22,7 @@ from lanes_cases import (
     shards,
     task,
 )
+from torch import nn
 
 import fedobp.engine.lanes as lanes_module
 from fedobp import Config, Federation, FedobpError, sweep
@@ -515,3 +516,46 @@ def test_a_run_in_bfloat16_learns_as_in_float32(engine):
     )
     assert exact > 80
     assert rough == pytest.approx(exact, abs=3)
+
+
+# Models that are not made for it.
+
+
+class Idle(nn.Module):
+    """A network with a parameter that it does not use."""
+
+    def __init__(self, entries, classes):
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(3))
+        self.classifier = nn.Linear(entries, classes)
+
+    def forward(self, x):
+        return self.classifier(x.flatten(1))
+
+
+class Branching(Idle):
+    """A network that decides by values."""
+
+    def forward(self, x):
+        return super().forward(x if x.mean() > 0 else -x)
+
+
+@pytest.fixture
+def strange(monkeypatch):
+    for name, kind in {"idle": Idle, "branching": Branching}.items():
+        monkeypatch.setitem(NETS, name, lambda shape, classes, kind=kind: kind(shape[0] * shape[1] * shape[2], classes))
+
+
+@pytest.mark.usefixtures("strange")
+@pytest.mark.parametrize("hp", [{}, FAST], ids=["plain", "momentum and decay"])
+@pytest.mark.parametrize("phases", ["plain", "pull", "loss"])
+def test_a_parameter_that_is_not_used_has_no_gradient(phases, hp):
+    compare(made("idle"), [Plan(phases, hp)])
+
+
+@pytest.mark.usefixtures("strange")
+def test_a_model_that_cannot_be_vectorised_is_refused_with_what_to_do():
+    settings = {"model": "branching", "rounds": 1, "clients": 6}
+    with pytest.raises(FedobpError, match=r"model 'branching' cannot .*: use --engine serial"):
+        Federation(Config(**settings)).run("fedavg")
+    assert Federation(Config(**settings, engine="serial")).run("fedavg").accuracy.pooled > 0

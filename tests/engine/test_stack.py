@@ -246,3 +246,29 @@ def test_a_step_of_a_stack_is_a_step_of_each_copy():
         found = at_once(model, form, weights(model), images(shape), lambda out: functional.cross_entropy(out, y))
         plain = by_copy(model, weights(model), images(shape), lambda out: functional.cross_entropy(out, y))
         torch.testing.assert_close(found[1], plain[1], rtol=0, atol=1e-12)
+
+
+class Tripled(nn.Linear):
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+@FORMS
+def test_a_subclass_of_a_layer_is_run_as_it_is(form):
+    model = model_of(nn.Flatten(), Tripled(6, 5), shape=(1, 2, 3))
+    theta, x = weights(model), images(model.shape)
+    found = stacked(model, form)(model.layout.views(theta), x)
+    torch.testing.assert_close(found, torch.stack([model.logits(*one) for one in zip(theta, x, strict=True)]))
+
+
+@FORMS
+def test_a_layers_hooks_are_run(form):
+    def doubled():
+        layer = nn.Linear(6, 5)
+        layer.register_forward_hook(lambda module, inputs, output: 2 * output)
+        return nn.Sequential(OrderedDict(flatten=nn.Flatten(), fc=layer, classifier=nn.Linear(5, 3)))
+
+    model = registered(doubled, (1, 2, 3))
+    theta, x = weights(model), images(model.shape)
+    found = stacked(model, form)(model.layout.views(theta), x)
+    torch.testing.assert_close(found, torch.stack([model.logits(*one) for one in zip(theta, x, strict=True)]))

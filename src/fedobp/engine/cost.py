@@ -8,6 +8,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedobp.engine.stack import Forward
+from fedobp.errors import FedobpError
 from fedobp.models import Model
 
 
@@ -35,9 +36,15 @@ def cost(model: Model, forward: Forward, batch: int, dtype: torch.dtype) -> Cost
 
     counter = FlopCounterMode(display=False)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), counter:
-        logits = forward(tensors, x)
+        try:
+            logits = forward(tensors, x)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise FedobpError(
+                f"model '{model.name}' cannot be run for many clients at once ({reason}): use --engine serial"
+            ) from error
         loss = functional.cross_entropy(logits.flatten(0, 1), torch.zeros(batch, dtype=torch.int64))
-        torch.autograd.grad(loss, list(tensors.values()))
+        torch.autograd.grad(loss, list(tensors.values()), materialize_grads=True)
     itemsize = loss.element_size()
     # Model-sized: weights, gradients, momentum, and a mask or anchor. Activations: what is saved, and as much again
     # for their gradients.

@@ -117,7 +117,8 @@ class Stepper:
         if not self._learned:  # the base of a network that is all head
             return
         # The gradient of lr * loss is the step of plain SGD: one pass over the weights less. Without samples it is 0.
-        gradients = torch.autograd.grad((loss * self._lr if self._plain else loss).sum(), self._learned)
+        objective = (loss * self._lr if self._plain else loss).sum()
+        gradients = torch.autograd.grad(objective, self._learned, materialize_grads=True)
         with torch.no_grad():
             if self._plain:
                 torch._foreach_sub_(self._learned, gradients)

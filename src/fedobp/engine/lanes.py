@@ -53,17 +53,22 @@ class _Phase:
     keys: Tensor  # one a client; the epoch is not yet in it
 
     @property
+    def options(self) -> Hashable:
+        """What every kind of phase must share: the samples, and which terms its step has."""
+        item = self.item
+        terms = (item.mask is None, item.pull is None, item.drift is None)
+        return (self.task.people.data.x.data_ptr(), item.part, *terms)
+
+    @property
     def kind(self) -> Hashable:
         """Phases of one kind train together. What differs from lane to lane is not in it: numbers, epochs, data."""
         item, client = self.item, self.client
-        options = (self.task.people.data.x.data_ptr(), item.part, item.mask is None, item.pull is None,
-                   item.drift is None)  # fmt: skip
         if item.loss is None:
-            return options
+            return self.options
         # A loss may look at everything that a client has, so there all of it must have the same names and shapes.
         homes: dict[str, Mapping[str, Any]] = {"own": client.own, "down": client.down, "work": client.work}
         seen = [(home, name, _shape(value)) for home, record in homes.items() for name, value in record.items()]
-        return (*options, replace(item, epochs=0), tuple(client.hp), tuple(seen))
+        return (self.options, replace(item, epochs=0), tuple(client.hp), tuple(seen))
 
 
 def _shape(value: Any) -> Hashable:
@@ -116,16 +121,18 @@ class Lanes:
         data = [task.people.data for task in tasks]
         if not data or not data[0].x.is_cuda:
             return
-        phases = []
+        groups: dict[Hashable, list[_Phase]] = {}
         for task in tasks:
             items = ((at, item) for at, item in enumerate(task.program) if isinstance(item, Train))
             for at, item in islice(items, 1):
-                phases.append(_Phase(task, item, None, fold(_keys(task, Purpose.TRAIN), at)))
+                phase = _Phase(task, item, None, fold(_keys(task, Purpose.TRAIN), at))
+                groups.setdefault((phase.options, item.loss), []).append(phase)
         self._aside = self._aside or torch.cuda.Stream()
         self._ready.clear()
         with torch.cuda.stream(self._aside):
-            for lanes in self._dealt(self._lanes(phases), data[0].mean, self._batch):
-                self._ready[_names(lanes)] = self._data_order(lanes)
+            for phases in groups.values():
+                for lanes in self._dealt(self._lanes(phases), data[0].mean, self._batch):
+                    self._ready[_names(lanes)] = self._data_order(lanes)
 
     def serve(self, task: Task) -> Tensors:
         """Run a serving program on a cohort; what it remembers is dropped."""
@@ -325,7 +332,7 @@ class Lanes:
 
     def _data_order(self, lanes: Sequence[_Lane]) -> tuple[Tensor, Tensor]:
         """Return every step's samples [steps, lanes, batch], and how many of them are real [steps, lanes]."""
-        ready = self._ready.pop(_names(lanes), None)
+        ready = self._ready.pop(_names(lanes), None) if self._ready else None
         if ready is not None and self._aside is not None:
             here = torch.cuda.current_stream()
             here.wait_stream(self._aside)

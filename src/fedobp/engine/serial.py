@@ -134,6 +134,9 @@ def sgd(
         else:
             loss = phase.loss(model, client.set(**vectors), batch)
         loss.backward()
+        for one in learned:
+            if one.grad is None:  # the loss does not use it: its gradient is 0, and weight decay is for all
+                one.grad = torch.zeros_like(one)
         losses.append(loss.detach())
         if plain:
             optimizer.step()
@@ -163,7 +166,8 @@ def _special_step(
         moving &= client.work[phase.mask]
     sizes = [piece.numel() for piece in pieces]
     for piece, part in zip(pieces, push.split(sizes), strict=True):
-        piece.grad = part.view_as(piece) if piece.grad is None else piece.grad + part.view_as(piece)
+        assert piece.grad is not None
+        piece.grad += part.view_as(piece)
     optimizer.step()
     for piece, old, free in zip(pieces, before.split(sizes), moving.split(sizes), strict=True):
         piece.copy_(torch.where(free.view_as(piece), piece, old.view_as(piece)))

@@ -178,14 +178,15 @@ def _sequence(model: Model, form: type[Grouped] | type[Columns]) -> list[tuple[s
         return None
     flat = len(model.shape) == 1
     for _, layer in layers:
-        if getattr(layer, "inplace", False):
+        # A subclass or a hook may do anything: only the layers themselves have a batched form.
+        if getattr(layer, "inplace", False) or layer._forward_hooks or layer._forward_pre_hooks:
             return None
-        if isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) == (1, -1):
+        if type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1):
             flat = True
-        elif isinstance(layer, nn.Linear):
+        elif type(layer) is nn.Linear:
             if not flat:
                 return None
-        elif isinstance(layer, nn.Conv2d):
+        elif type(layer) is nn.Conv2d:
             simple = layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
             unit = layer.stride == layer.dilation == (1, 1)
             if flat or not simple or (form is Columns and not unit):

@@ -101,6 +101,8 @@ def compare_table(results: Sequence[Result]) -> RenderableType:
     units = (
         f"Personal: a client's own parameters, of {results[0].models.size:,}. Down, up: the cohort's payload per round."
     )
+    if len(results) > 1:
+        units += " Seconds: a run's equal share of the time; runs train side by side."
     return Group(table, Text(f"{_protocol(results[0].protocol)} {seen}"), Text(units), Text(_majority(results)))
 
 
