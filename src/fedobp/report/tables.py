@@ -101,9 +101,9 @@ def compare_table(results: Sequence[Result]) -> RenderableType:
     units = (
         f"Personal: a client's own parameters, of {results[0].models.size:,}. Down, up: the cohort's payload per round."
     )
-    if len(results) > 1:
-        units += " Seconds: a run's equal share of the time; runs train side by side."
-    return Group(table, Text(f"{_protocol(results[0].protocol)} {seen}"), Text(units), Text(_majority(results)))
+    shares = "Seconds: a run's equal share of the time, because runs train side by side."
+    lines = (f"{_protocol(results[0].protocol)} {seen}", units, shares, _majority(results))
+    return Group(table, *map(Text, lines))
 
 
 def _plus_minus(spread: dict[str, float | None]) -> str:
