@@ -78,7 +78,7 @@ def _step(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Ten
 def engine() -> None:
     """Compare training rounds of the serial engine with the bare loop, on the demo's federation."""
     rounds = 10
-    federation = Federation(Config(dataset="digits", rounds=rounds, eval_every=rounds))
+    federation = Federation(Config(dataset="digits", rounds=rounds, eval_every=rounds, engine="serial"))
     ours = median_seconds(lambda: federation.run("fedavg"), 3)
     bare = median_seconds(lambda: plain_rounds(federation, rounds), 3)
     print(f"serial engine, digits, {rounds} rounds of FedAvg and one evaluation: {ours:.2f} s, bare loop without "
