@@ -15,18 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedobp.algorithms import Moment, method_class
+from fedobp.algorithms import Moment
 from fedobp.config import Config
 from fedobp.data import KNOWN, Dataset, FederatedData, data_dir, describe
 from fedobp.engine import (
     Budget,
     Counters,
     Engine,
-    Population,
     Precision,
-    Store,
-    Task,
-    Trained,
     dtype_of,
 )
 from fedobp.engine.arithmetic import steady
@@ -35,7 +31,7 @@ from fedobp.engine.schedule import batches_of
 from fedobp.engine.stack import Grouped, stacked
 from fedobp.errors import FedobpError
 from fedobp.evaluation import Evaluator
-from fedobp.federation import cohorts, deal, engine_for, memory_for
+from fedobp.federation import Course, cohorts, deal, engine_for, memory_for
 from fedobp.models import Model
 
 EngineName = Literal["serial", "lanes"]
@@ -112,44 +108,14 @@ class _Measured:
         return self.done.samples / self.seconds
 
 
-class Trial:
-    """One run, driven round by round without books and folders."""
-
-    def __init__(self, config: Config, model: Model, data: FederatedData, budget: Budget) -> None:
-        self.config, self.model, self.data = config, model, data
-        self.method = method_class(config.method).configure(config.options)
-        theta = model.initial(config.seed).to(data.x.device, data.dtype)
-        start = self.method.begin(model, theta)
-        self.server, self.rows = start.server, Store(start.row, data.clients, budget)
-        self.people = Population(data, start.own, theta, config.seed, budget)
-        rates = {"lr": config.lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
-        self.hp = {**rates, **self.method.floats()}
-
-    def moment(self, round: int, cohort: Tensor, epochs: int) -> Moment:
-        """Return a round with its clients and their local epochs."""
-        return Moment(round, self.config.rounds, self.config.clients, epochs, cohort)
-
-    def task(self, now: Moment) -> Task:
-        """Return what a cohort is asked to do, but for what it is sent."""
-        return Task(self.people, now, self.method.local(self.model, now), {}, self.hp)
-
-    def send(self, now: Moment) -> Task:
-        """Return what a cohort is asked to do."""
-        rows = self.rows.gather(now.cohort.tolist())
-        down, self._sent = self.method.send(self.model, now, self.server, rows)
-        return replace(self.task(now), down=down)
-
-    def receive(self, now: Moment, answer: Trained) -> None:
-        """Take in a cohort's uploads."""
-        received = self.method.receive(self.model, now, self.server, self._sent, answer.up, answer.n)
-        self.server, rows = received
-        self.rows.scatter(now.cohort.tolist(), rows)
+class Trial(Course):
+    """A run that is driven round by round."""
 
     def evaluate(self, engine: Engine) -> float:
         """Test all clients' models as served, and return how long it took."""
-        evaluator = Evaluator(self.method, self.model, self.people, engine, 0)
+        evaluator, hp = Evaluator(self.method, self.model, self.people, engine, 0), self.numbers(self.config.lr)
         begun = clock(self.data.x.device)
-        evaluator(lambda clients: self.moment(1, clients, 1), self.server, self.rows, self.hp, everything=False)
+        evaluator(lambda clients: self.moment(1, clients, 1), self.server, self.rows, hp, everything=False)
         return clock(self.data.x.device) - begun
 
 

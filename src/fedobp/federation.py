@@ -285,7 +285,7 @@ def _launch(
         tasks = [run.begin_round(round) for run in going.values()]
         for run, answer in zip(going.values(), engine.train(tasks), strict=True):
             run.end_round(answer)
-        engine.prepare([run.task(round + 1) for run in going.values() if round < run.config.rounds])
+        engine.prepare([run.next_task(round + 1) for run in going.values() if round < run.config.rounds])
         trained, done = time.perf_counter() - clock, engine.counters - before
         for at, run in going.items():
             try:
@@ -302,8 +302,47 @@ def _launch(
     return [failures[at] if at in failures else run.finish() for at, run in enumerate(runs)]
 
 
-class _Run:
-    """One method's training on a federation."""
+class Course:
+    """One run's state, and what its rounds send and receive; no books and no folder."""
+
+    def __init__(self, config: Config, model: Model, data: FederatedData, budget: Budget) -> None:
+        self.config, self.model, self.data = config, model, data
+        self.method = method_class(config.method).configure(config.options)
+        theta = model.initial(config.seed).to(data.x.device, data.dtype)
+        state = self.method.begin(model, theta)
+        self.server, self.rows = state.server, Store(state.row, data.clients, budget)
+        self.people = Population(data, state.own, theta, config.seed, budget)
+
+    def moment(self, round: int, cohort: Tensor, epochs: int | None = None) -> Moment:
+        """Return a round with its clients and their local epochs."""
+        config = self.config
+        return Moment(round, config.rounds, config.clients, config.epochs if epochs is None else epochs, cohort)
+
+    def numbers(self, lr: float) -> dict[str, float]:
+        """Return what clients get as `hp`."""
+        rates = {"lr": lr, "momentum": self.config.momentum, "weight_decay": self.config.weight_decay}
+        return {**rates, **self.method.floats()}
+
+    def task(self, now: Moment) -> Task:
+        """Return what a cohort will be asked to do, but for what it will be sent."""
+        hp = self.numbers(self.config.lr_at(now.round))
+        return Task(self.people, now, self.method.local(self.model, now), {}, hp)
+
+    def send(self, now: Moment) -> Task:
+        """Return what a cohort is asked to do, with what it is sent."""
+        rows = self.rows.gather(now.cohort.tolist())
+        down, self._sent = self.method.send(self.model, now, self.server, rows)
+        return replace(self.task(now), down=down)
+
+    def receive(self, now: Moment, answer: Trained) -> None:
+        """Take in a cohort's uploads. Nobody waits here for a device to finish."""
+        received = self.method.receive(self.model, now, self.server, self._sent, answer.up, answer.n)
+        self.server, rows = received
+        self.rows.scatter(now.cohort.tolist(), rows)
+
+
+class _Run(Course):
+    """One method's training on a federation, with its books."""
 
     def __init__(
         self,
@@ -314,45 +353,36 @@ class _Run:
         budget: Budget,
         keep_models: bool = True,
     ) -> None:
-        self.config, self.model, data = config, federation.model, federation.data
-        self.method = method_class(config.method).configure(config.options)
-        theta = self.model.initial(config.seed).to(data.x.device, data.dtype)
-        state = self.method.begin(self.model, theta)
-        self.server, self.rows = state.server, Store(state.row, data.clients, budget)
-        self.people = Population(data, state.own, theta, config.seed, budget)
+        super().__init__(config, federation.model, federation.data, budget)
         self.evaluate = Evaluator(self.method, self.model, self.people, engine, config.finetune_epochs)
         self.protocol = protocol(config.protocol, config.rounds)
-        self.models = Models(self.model.layout, theta)
+        self.models = Models(self.model.layout, self.server["theta"])
         self.keep_models = keep_models or (out is not None and config.save_models == "all")
         self.folder = RunFolder(out, config.to_toml()) if out else None
-        self.about = {"method": config.method, "model": config.model, **data.about()}
+        self.about = {"method": config.method, "model": config.model, **self.data.about()}
         self.cohorts = cohorts(config)
-        self.now = self.coming = self._moment(0, torch.tensor([]))
+        self.now = self.coming = self.moment(0, torch.tensor([]))
         self.pending: list[_Cost] = []
         self.bytes = {"bytes_down": 0, "bytes_up": 0}
         self.reports: list[Report] = []
         self.seconds = 0.0
 
-    def task(self, round: int) -> Task:
-        """Return what a round will ask of its cohort, but for what it will send."""
+    def next_task(self, round: int) -> Task:
+        """Return what the next round will ask of its cohort, but for what it will send."""
         if round != self.coming.round:
-            self.coming = self._moment(round, next(self.cohorts))
-        program = self.method.local(self.model, self.coming)
-        return Task(self.people, self.coming, program, {}, self._numbers(self.config.lr_at(round)))
+            self.coming = self.moment(round, next(self.cohorts))
+        return self.task(self.coming)
 
     def begin_round(self, round: int) -> Task:
         """Walk through one round (the paper's Algorithm 1, and every other method's): sample and send ..."""
-        task = self.task(round)
-        self.now = task.now
-        rows = self.rows.gather(self.now.cohort.tolist())
-        self.down, self.sent = self.method.send(self.model, self.now, self.server, rows)
-        return replace(task, down=self.down)
+        self.now = self.next_task(round).now
+        task = self.send(self.now)
+        self.down = task.down
+        return task
 
     def end_round(self, answer: Trained) -> None:
-        """... and, after the cohort has trained, receive. Nobody waits here for a device to finish."""
-        received = self.method.receive(self.model, self.now, self.server, self.sent, answer.up, answer.n)
-        self.server, rows = received
-        self.rows.scatter(self.now.cohort.tolist(), rows)
+        """... and, after the cohort has trained, receive."""
+        self.receive(self.now, answer)
         lr = self.config.lr_at(self.now.round)
         cost = _Cost(self.now, lr, answer.loss, answer.finite, payload_count(self.down), payload_count(answer.up))
         self.pending.append(cost)
@@ -404,21 +434,13 @@ class _Run:
         if round == self.config.rounds:
             self.models = Models(self.model.layout, self.server["theta"])
         return self.evaluate(
-            lambda clients: self._moment(round, clients),
+            lambda clients: self.moment(round, clients),
             self.server,
             self.rows,
-            self._numbers(self.config.lr),
+            self.numbers(self.config.lr),
             everything=round in self.protocol.rounds,
             keep=self.models.add if round == self.config.rounds and self.keep_models else None,
         )
-
-    def _moment(self, round: int, clients: Tensor) -> Moment:
-        return Moment(round, self.config.rounds, self.config.clients, self.config.epochs, clients)
-
-    def _numbers(self, lr: float) -> dict[str, float]:
-        """Return what clients get as `hp`."""
-        rates = {"lr": lr, "momentum": self.config.momentum, "weight_decay": self.config.weight_decay}
-        return {**rates, **self.method.floats()}
 
     def finish(self) -> Result:
         """Choose what the protocol reports, and write models and result."""
