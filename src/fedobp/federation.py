@@ -32,6 +32,7 @@ from fedobp.evaluation import Accuracy, Evaluator, Personal, Protocol, Report, p
 from fedobp.keys import NOBODY, Purpose, fold, permutation
 from fedobp.models import Model
 from fedobp.runs import Models, RunFolder, claim
+from fedobp.transfer import Arriving
 from fedobp.wire import payload_count
 
 
@@ -384,8 +385,8 @@ class _Run(Course):
         """... and, after the cohort has trained, receive."""
         self.receive(self.now, answer)
         lr = self.config.lr_at(self.now.round)
-        cost = _Cost(self.now, lr, answer.loss, answer.finite, payload_count(self.down), payload_count(answer.up))
-        self.pending.append(cost)
+        counted = answer.loss, answer.finite, payload_count(self.down), payload_count(answer.up)
+        self.pending.append(_Cost(self.now, lr, *map(Arriving, counted)))
 
     def evaluate_and_log(self) -> None:
         """Evaluate if it is due, and write down what is known.
@@ -395,7 +396,7 @@ class _Run(Course):
         due, newest = self._due(self.now.round), self.pending.pop()
         while self.pending:
             self._log(self.pending.pop(0).settled())
-        if newest.loss.is_cuda and not due:
+        if self.data.x.is_cuda and not due:
             self.pending = [newest]
             return
         line = newest.settled()
@@ -478,16 +479,17 @@ class _Cost:
 
     now: Moment
     lr: float
-    loss: Tensor
-    finite: Tensor
-    down: Tensor
-    up: Tensor
+    loss: Arriving
+    finite: Arriving
+    down: Arriving
+    up: Arriving
 
     def settled(self) -> dict[str, Any]:
         """Wait for the numbers, and return them as a line of the log."""
-        if not self.finite.all():
-            raise diverged(self.now, self.finite, self.lr)
-        losses = [loss for loss in self.loss.tolist() if not math.isnan(loss)]
+        finite = self.finite.value()
+        if not finite.all():
+            raise diverged(self.now, finite, self.lr)
+        losses = [loss for loss in self.loss.value().tolist() if not math.isnan(loss)]
         mean_loss = sum(losses) / len(losses) if losses else None
         head = {"round": self.now.round, "cohort": self.now.cohort.tolist()}
-        return {**head, "loss": mean_loss, "bytes_down": int(self.down), "bytes_up": int(self.up)}
+        return {**head, "loss": mean_loss, "bytes_down": int(self.down.value()), "bytes_up": int(self.up.value())}

@@ -1,6 +1,7 @@
-"""Numbers on their way to a device, without waiting for it."""
+"""Numbers on their way to a device or back, without waiting for it."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,3 +16,25 @@ def send(values: Sequence[float] | Tensor, device: torch.device, dtype: torch.dt
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Arriving:
+    """A tensor on its way to the CPU.
+
+    The copy is asked for at once, so that later only this one has to have arrived, and not all that the device was told
+    in the meantime.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._value, self._there = tensor, cast(torch.cuda.Event | None, None)
+        if tensor.is_cuda:
+            self._value = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._value.copy_(tensor, non_blocking=True)
+            self._there = torch.cuda.Event()
+            self._there.record()
+
+    def value(self) -> Tensor:
+        """Wait for it, and return it."""
+        if self._there is not None:
+            self._there.synchronize()
+        return self._value

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,12 +28,16 @@ from fedobp.engine.cost import Cost, cost
 from fedobp.engine.fit import Rule, Stack, active, descend, move
 from fedobp.engine.graphs import Graphs
 from fedobp.engine.interface import Counters, Task, Trained
+from fedobp.engine.kernels import fused_for
 from fedobp.engine.schedule import batches_of, orders
 from fedobp.engine.serial import last_models, poisoned
 from fedobp.engine.stack import Columns, Forward, Grouped, stacked
 from fedobp.keys import Purpose, fold
 from fedobp.models import Model
 from fedobp.transfer import send
+
+if TYPE_CHECKING:
+    from fedobp.engine.kernels.fused import Fused
 
 _STACK_WORK = 5e8  # floating-point operations of a CPU stack's step: larger stacks gain nothing
 _STACK_LANES = 32
@@ -94,6 +98,7 @@ class Lanes:
         self._low = precision == "bf16"
         self._forms: dict[str, Forward] = {"cpu": stacked(model, Grouped), "cuda": stacked(model, Columns)}
         self._graphs = Graphs(model.layout, self._forms["cuda"], self._low)
+        self._fused: dict[torch.device, Fused | None] = {}
         self._workers = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self._workers, "fedobp-lanes")
         self._costs: dict[tuple[str, torch.dtype], Cost] = {}
@@ -153,8 +158,14 @@ class Lanes:
         @torch.no_grad()
         def test(rows: Sequence[int]) -> None:
             chosen = torch.tensor(rows)
+            fused, longest = self._kernels(device), sizes[rows[0]]
+            if fused and longest:
+                positions = torch.arange(longest, device=device).expand(len(rows), -1)
+                ids = data.ids(clients[chosen], positions, split)
+                there = send(chosen, device)
+                found[there, :longest] = fused.labels(theta[there], ids, [sizes[row] for row in rows], data)
+                return
             tensors = self._model.layout.views(theta[chosen.to(device)])
-            longest = sizes[rows[0]]
             for start in range(0, longest, _TEST_BATCH):
                 width = min(_TEST_BATCH, longest - start)
                 lanes = sum(sizes[row] > start for row in rows)
@@ -265,6 +276,12 @@ class Lanes:
         ids, counts = self._data_order(lanes)
         data = [lane.phase.task.people.data for lane in lanes]
         item, layout = lanes[0].phase.item, self._model.layout
+        fused, steps = self._kernels(ids.device), [lane.steps for lane in lanes]
+        if fused:
+            theta = torch.stack([row for [row] in rows])
+            loss, slots = fused.train(theta, _rule(lanes, layout.size), item.part, ids, counts, data, steps)
+            torch._foreach_copy_([row for [row] in rows], list(theta.unbind()))
+            return loss, slots
         learned = {name for name in layout.names if item.part == "all" or layout.in_head(name) == (item.part == "head")}
         models = [row for [row] in rows]
         # One alone is trained where it lies: as `data`, because its neighbours' steps are no changes to it.
@@ -281,7 +298,6 @@ class Lanes:
             mean=torch.stack([one.mean for one in data]),
             std=torch.stack([one.std for one in data]),
         )
-        steps = [lane.steps for lane in lanes]
         if theta.is_cuda:
             slots = self._graphs.descend(stack, steps)
         else:
@@ -289,6 +305,12 @@ class Lanes:
         if len(models) > 1 or theta.is_cuda:
             torch._foreach_copy_(models, list(layout.flatten(stack.tensors).unbind()))
         return stack.loss, slots
+
+    def _kernels(self, device: torch.device) -> "Fused | None":
+        """Return the fused kernels, where there are any for this model on this device."""
+        if device not in self._fused:
+            self._fused[device] = fused_for(self._model, self._batch, self._precision, device)
+        return self._fused[device]
 
     def _fit_loss(self, lanes: Sequence[_Lane], rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:
         """Train a stack with a loss of the method's own, as `_fit_plain` does."""
@@ -355,6 +377,10 @@ class Lanes:
 
     def _dealt(self, longest_first: Sequence[T], like: Tensor, samples: int) -> list[list[T]]:
         """Deal lanes out to stacks, so that all are about equally long and none exceeds the memory."""
+        fused = self._kernels(like.device)
+        if fused:
+            stacks = -(-len(longest_first) // max(1, int(self._memory / fused.lane_bytes)))
+            return [list(longest_first[at::stacks]) for at in range(stacks)]
         where = like.device.type, like.dtype
         if where not in self._costs:
             self._costs[where] = cost(self._model, self._forms[where[0]], self._batch, like.dtype)

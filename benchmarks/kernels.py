@@ -1,0 +1,157 @@
+"""What the fused kernels gain on a CUDA card: whole runs, where a round's time goes, and how soon the first step comes.
+
+    python benchmarks/kernels.py run --runs 1,16                 # the paper's federation, FedOBP, 400 rounds
+    python benchmarks/kernels.py run --runs 1 --dataset fmnist --precision tf32
+    python benchmarks/kernels.py profile                         # a round, kernel by kernel
+    python benchmarks/kernels.py start                           # from the first CUDA call to the first step
+
+With $FEDOBP_DATA the images are real; without, they are noise of the same shape and number, and accuracies mean
+nothing. A run's time holds all its rounds and evaluations; loading the data and making graphs, which a process does
+once, are shown apart.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedobp import Config, sweep
+from fedobp.bench import Trial, clock, noise, stand_in, train
+from fedobp.data import FederatedData, data_dir
+from fedobp.engine import Budget, Precision
+from fedobp.federation import cohorts, deal, engine_for
+from fedobp.models import Model
+
+DEVICE = torch.device("cuda")
+
+
+def paper(dataset: str, precision: str, rounds: int, folder: str, **given: Any) -> Config:
+    """Return the paper's setting; where the data is not there, `folder` gets noise instead."""
+    base: dict[str, Any] = {"dataset": dataset, "clients": 100, "alpha": 0.1, "partition_seed": 42, "rounds": rounds,
+                            "precision": precision, "device": "cuda", "eval_every": 100, "save_models": "none",
+                            "data_dir": str(data_dir()), **given}  # fmt: skip
+    replaced = stand_in(Config(**base))
+    if replaced is None:
+        return Config(**base)
+    file = Path(folder, f"{dataset}.npz")
+    if not file.exists():
+        np.savez(file, x=replaced.x, y=replaced.y)
+    return Config(**{**base, "data_dir": folder})
+
+
+def whole(config: Config, runs: int) -> None:
+    """Time whole runs side by side, after two rounds that make what a process makes once."""
+    configs = [replace(config, seed=42 + run) for run in range(runs)]
+    begun = time.perf_counter()
+    sweep([replace(one, rounds=2) for one in configs], keep_models=False)
+    clock(DEVICE)
+    first = time.perf_counter() - begun
+    begun = time.perf_counter()
+    results = sweep(configs, keep_models=False)
+    clock(DEVICE)
+    took = time.perf_counter() - begun
+    own = sum(result.seconds for result in results)
+    accuracies = [result.accuracy.pooled for result in results]
+    print(f"{config.method} {config.dataset} {config.precision}: {runs} x {config.rounds} rounds in {own:.2f} s, "
+          f"{own / runs:.2f} s a run; {took:.2f} s with loading, two rounds before it {first:.2f} s; "
+          f"accuracy {statistics.fmean(accuracies):.2f} ({min(accuracies):.2f} to {max(accuracies):.2f})")  # fmt: skip
+    for name in ("last", "finetuned"):
+        if getattr(results[0], name):
+            print(f"  {name}: {statistics.fmean(getattr(result, name).pooled for result in results):.2f}", flush=True)
+
+
+def profile(config: Config, runs: int) -> None:
+    """Show where the device's time goes in ten typical rounds, and how much of the time it works."""
+    dataset, shards = deal(config)
+    data = FederatedData(dataset, shards, DEVICE, torch.float32)
+    model = Model(config.model, data.shape, data.classes)
+    engine = engine_for(config, model)
+    trials = [Trial(replace(config, seed=42 + run), model, data, Budget()) for run in range(runs)]
+    who = [list(cohorts(trial.config)) for trial in trials]
+
+    def moments(rounds: Sequence[int]) -> list[list[Any]]:
+        return [[trial.moment(at + 1, who[run][at]) for run, trial in enumerate(trials)] for at in rounds]
+
+    train(engine, trials, moments(range(10)))
+    alone = train(engine, trials, moments(range(10)))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        train(engine, trials, moments(range(10)))
+    spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for event in seen.key_averages():
+        if event.device_type == torch.profiler.DeviceType.CUDA:
+            spent[event.key][0] += event.self_device_time_total / 1e3
+            spent[event.key][1] += event.count
+    busy = sum(took for took, _ in spent.values())
+    print(f"{runs} runs, {config.precision}, ten rounds: {alone * 1e3:.1f} ms, the device works {busy:.1f} ms")
+    for name, (took, count) in sorted(spent.items(), key=lambda one: -one[1][0])[:40]:
+        print(f"  {took:9.2f} ms {took / busy:6.1%} {int(count):7d}  {name[:110]}")
+    begun = clock(DEVICE)
+    for _ in range(3):
+        trials[0].evaluate(engine)
+    print(f"  an evaluation of all clients as served: {(clock(DEVICE) - begun) / 3 * 1e3:.1f} ms", flush=True)
+
+
+def start(precision: Precision) -> None:
+    """Time a fresh process from its first CUDA call to the end of its first step, twice: the second finds a cache."""
+    for name in ("first", "second"):
+        done = subprocess.run(
+            [sys.executable, __file__, "step", "--precision", precision], capture_output=True, text=True
+        )
+        print(f"{name} start: {done.stdout.strip() or done.stderr[-500:]}", flush=True)
+
+
+def step(precision: Precision) -> None:
+    """Take one step of ten lanes of CIFAR10's shape, and print how long it took from the first CUDA call."""
+    config = Config(dataset="cifar10", device="cuda", precision=precision, clients=10, participation=1.0, epochs=1,
+                    partition="iid", model="cnn", rounds=1)  # fmt: skip
+    dataset = noise("cifar10", (32, 32, 3), 600, 10)
+    _, shards = deal(config, dataset)
+    model = Model("cnn", (3, 32, 32), 10)
+    begun = time.perf_counter()
+    data = FederatedData(dataset, shards, DEVICE, torch.float32)
+    clock(DEVICE)
+    awake = time.perf_counter() - begun
+    trial = Trial(config, model, data, Budget())
+    train(engine_for(config, model), [trial], [[trial.moment(1, torch.arange(10))]])
+    print(
+        f"{time.perf_counter() - begun:.2f} s to the end of the first steps, {awake:.2f} s of them until CUDA answers"
+    )
+
+
+def main() -> None:
+    """Run a section."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("section", choices=["run", "profile", "start", "step"])
+    parser.add_argument("--runs", default="1", help="how many runs side by side; several numbers: 1,16")
+    parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--dataset", default="cifar10")
+    parser.add_argument("--method", default="fedobp")
+    parser.add_argument("--options", default="{}", help="the method's, as JSON")
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--finetune-epochs", type=int, default=0)
+    given = parser.parse_args()
+    if given.section in ("start", "step"):
+        (start if given.section == "start" else step)(given.precision)
+        return
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {date.today():%d %B %Y}")
+    with tempfile.TemporaryDirectory() as folder:
+        for runs in map(int, given.runs.split(",")):
+            config = paper(given.dataset, given.precision, given.rounds, folder, method=given.method,
+                           options=json.loads(given.options), finetune_epochs=given.finetune_epochs)  # fmt: skip
+            (whole if given.section == "run" else profile)(config, runs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Find tile shapes for a card: every kernel of the fused step over a grid of shapes, then the whole step.
+
+    python benchmarks/tune.py --precision bf16 --lanes 1,10,160
+
+Prints, for each number of lanes, the best shapes as an entry of src/fedobp/engine/kernels/tiles.py, and how long each
+kernel and the whole step take with them. Shapes that the card has no room for are left out.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from multiprocessing import get_context
+from statistics import median
+
+import torch
+
+from fedobp.engine.kernels.shapes import Shapes
+from fedobp.engine.kernels.step import Buffers, Kind, Launches, Samples, launches, refresh
+from fedobp.engine.kernels.tiles import EXACT, Tile, Tiles, tiles_for
+
+STEPS = 512
+SAMPLES = 4096
+
+
+def candidates(kernel: str, few: bool) -> Iterator[dict[str, object]]:
+    """Yield the changes to a table entry that are tried for one kernel."""
+    shapes: dict[str, Iterator[tuple[int, ...]]] = {
+        "conv1": product((64,), (1,) if few else (2, 7, 14), (4, 8), (2, 3)),
+        "conv2": product((16, 32, 64) if few else (64,), (0,), (4, 8), (3, 4)),
+        "dense": product((16, 32) if few else (32, 64), (64, 128), (4,), (3, 5)),
+        "head": product((32, 64, 128, 256), (0,), (4, 8), (2,)),
+        "dense_backward": product((16, 32, 64) if few else (64,), (64, 128), (4, 8), (2, 3)),
+        "conv2_backward": product((64, 128), (32, 64), (4, 8), (3, 4)),
+        "conv1_backward": product((32, 64), (0,), (4, 8), (2, 3)),
+    }
+    for shape in shapes[kernel]:
+        change: dict[str, object] = {kernel: Tile(*shape)}
+        if kernel == "conv2_backward":
+            for side, split in product((1, 2), (5, 12) if few else (1, 2, 5)):
+                yield {**change, "side": side, "splits": (None, split)}
+        elif kernel == "conv1_backward":
+            for split in (14, 28, 49) if few else (4, 7, 14):
+                yield {**change, "splits": (split, None)}
+        else:
+            yield change
+
+
+def changed(tiles: Tiles, change: dict[str, object]) -> Tiles:
+    """Return a table entry with a change; a None in `splits` keeps what was there."""
+    if "splits" in change:
+        new = change["splits"]
+        assert isinstance(new, tuple)
+        first, second = (old if value is None else value for old, value in zip(tiles.splits, new, strict=True))
+        change = {**change, "splits": (first, second)}
+    return replace(tiles, **change)  # type: ignore[arg-type]
+
+
+class Bench:
+    """A stack of lanes on random images."""
+
+    def __init__(self, shapes: Shapes, precision: str, lanes: int) -> None:
+        self.kind = Kind(shapes, precision, "all")  # type: ignore[arg-type]
+        self.lanes, device = lanes, torch.device("cuda")
+        self.at = Buffers(self.kind, lanes, STEPS, (98, 12), device)
+        draw = torch.Generator(device).manual_seed(0)
+        image = (SAMPLES, shapes.channels, shapes.side, shapes.side)
+        images = torch.randint(0, 256, image, generator=draw, device=device, dtype=torch.uint8)
+        self.samples = Samples(images, torch.randint(0, shapes.classes, (SAMPLES,), generator=draw, device=device))
+        self.at.scale.fill_(1 / 64)
+        self.at.shift.fill_(2)
+        self.at.order.random_(0, SAMPLES, generator=draw)
+        self.at.counts.fill_(shapes.batch)
+        self.at.theta.normal_(0, 0.02, generator=draw)
+        self.at.numbers[:, 0] = 0.001
+        self.reset()
+
+    def reset(self) -> None:
+        """Start at the first batch."""
+        self.at.step.zero_()
+        refresh(self.kind, self.at, self.lanes, self.samples)
+
+    def launches(self, tiles: Tiles) -> Launches:
+        """Return a step's launches."""
+        return launches(self.kind, self.at, tiles, self.lanes, self.lanes > EXACT, self.samples)
+
+
+def timed(job: Callable[[], object], reset: Callable[[], None], times: int = 20, loops: int = 5) -> float:
+    """Return the microseconds that a job takes when it is replayed from a graph."""
+    job()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            job()
+    took = []
+    for _ in range(loops + 1):
+        reset()
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        graph.replay()
+        ended.record()
+        torch.cuda.synchronize()
+        took.append(float(begun.elapsed_time(ended)) * 1e3 / times)
+    return median(took[1:])
+
+
+@cache
+def _small(shapes: Shapes, precision: str) -> Bench:
+    return Bench(shapes, precision, 1)
+
+
+def compiles(shapes: Shapes, precision: str, lanes: int, kernel: str, tiles: Tiles) -> bool:
+    """Compile one kernel, so that it lies in Triton's cache, and say whether it runs."""
+    bench = _small(shapes, precision)
+    try:
+        launches(bench.kind, bench.at, tiles, 1, lanes > EXACT, bench.samples)[kernel]()
+        torch.cuda.synchronize()
+    except Exception:  # no room on the card, or nothing that the compiler can do with it
+        return False
+    return True
+
+
+def entry_for(precision: str, lanes: int) -> Tiles:
+    """Return the entry that is in use."""
+    table = tiles_for((9, 0), precision)
+    assert table is not None
+    return next(entry for entry in table if lanes <= entry.lanes)
+
+
+def best_of(bench: Bench, kernel: str, tiles: Tiles, able: set[Tiles], show: int) -> Tiles:
+    """Return the table entry with the best shape for one kernel."""
+    start = entry_for(bench.kind.precision, bench.lanes)
+    changes = [change for change in candidates(kernel, bench.lanes <= EXACT) if changed(start, change) in able]
+    # A kernel that splits its sums finer leaves more for `update` to do.
+    extra = ["update"] if kernel in ("conv1_backward", "conv2_backward") else []
+
+    def price(shape: Tiles) -> float:
+        steps = bench.launches(shape)
+        return timed(steps[kernel], bench.reset) + sum(timed(steps[name], bench.reset) for name in extra)
+
+    shapes = [changed(tiles, change) for change in changes]
+    found = sorted(((price(shape), shape) for shape in shapes), key=lambda one: one[0])
+    for took, shape in found[:show]:
+        tile = getattr(shape, kernel)
+        print(f"    {kernel:16} {took:8.1f}  {tuple(tile)} side {shape.side} splits {shape.splits}", flush=True)
+    return found[0][1] if found else tiles
+
+
+def main() -> None:
+    """Tune."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precision", default="bf16", choices=["bf16", "tf32", "fp32"])
+    parser.add_argument("--lanes", default="1,10,160", help="numbers of lanes to tune for")
+    parser.add_argument("--side", type=int, default=32, choices=[28, 32])
+    parser.add_argument("--kernels", default="conv1,conv2,dense,head,dense_backward,conv2_backward,conv1_backward")
+    parser.add_argument("--workers", type=int, default=14, help="processes that compile")
+    parser.add_argument("--show", type=int, default=3, help="how many of the best to print")
+    given = parser.parse_args()
+    shapes = Shapes(given.side, 3 if given.side == 32 else 1, 10, 32)
+    kernels = [kernel for kernel in given.kernels.split(",") if kernel]
+    numbers = [int(lanes) for lanes in given.lanes.split(",")]
+    jobs = [
+        (shapes, given.precision, lanes, kernel, changed(entry_for(given.precision, lanes), change))
+        for lanes in numbers
+        for kernel in kernels
+        for change in candidates(kernel, lanes <= EXACT)
+    ]
+    begun = time.perf_counter()
+    with ProcessPoolExecutor(given.workers, mp_context=get_context("spawn")) as pool:
+        fine = list(pool.map(compiles, *zip(*jobs, strict=True), chunksize=2)) if jobs else []
+    print(f"{sum(fine)} of {len(jobs)} shapes compiled in {time.perf_counter() - begun:.0f} s", flush=True)
+    for lanes in numbers:
+        bench, tiles = Bench(shapes, given.precision, lanes), entry_for(given.precision, lanes)
+        print(f"{given.precision}, {lanes} lanes", flush=True)
+        for kernel in kernels:
+            able = {job[4] for job, ok in zip(jobs, fine, strict=True) if ok and job[2:4] == (lanes, kernel)}
+            tiles = best_of(bench, kernel, tiles, able, given.show)
+        steps = bench.launches(tiles)
+
+        def step(steps: Launches = steps) -> None:
+            for launch in steps.values():
+                launch()
+
+        each = {name: round(timed(launch, bench.reset), 1) for name, launch in steps.items()}
+        whole = timed(step, bench.reset)
+        print(f"  {tiles}\n  {each}\n  step {whole:.1f} us, {whole / lanes:.2f} a lane", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Fused Triton kernels for the paper's CNN: what the lanes engine trains and tests with on a card that they know.
+
+`forward` and `backward` hold the kernels, `rule` how parameters lie and move, `tiles` the shapes that suit a card,
+`step` one step's buffers and launches, `fused` the phases made of them. Triton is imported only when it is needed.
+"""
+
+import warnings
+from functools import cache
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from fedobp.engine.arithmetic import Precision
+from fedobp.models import NETS, Model
+from fedobp.models.nets import cnn
+
+if TYPE_CHECKING:
+    from fedobp.engine.kernels.fused import Fused
+    from fedobp.engine.kernels.step import Arithmetic
+
+
+def suits(model: Model, batch: int, precision: Precision) -> bool:
+    """Say whether the kernels are made for a model, a batch size and a precision."""
+    return (
+        (model.name, NETS["cnn"]) == ("cnn", cnn)
+        and model.shape[0] <= 4
+        and model.shape[1:] in ((28, 28), (32, 32))
+        and 2 <= model.classes <= 128
+        and 16 <= batch <= 64
+        and precision != "fp64"
+    )
+
+
+def fused_for(model: Model, batch: int, precision: Precision, device: torch.device) -> "Fused | None":
+    """Return the kernels for a model on a device, or None where there are none, and the general path is taken."""
+    if device.type != "cuda" or not suits(model, batch, precision):
+        return None
+    from fedobp.engine.kernels.tiles import tiles_for
+
+    tiles = tiles_for(torch.cuda.get_device_capability(device), precision)
+    if tiles is None:
+        name = torch.cuda.get_device_name(device)
+        _say(f"there are no kernels tuned for {name}, so the general path trains: see benchmarks/tune.py")
+        return None
+    try:
+        from fedobp.engine.kernels.fused import Fused
+    except (ImportError, AttributeError) as error:  # an older Triton lacks some of what is used
+        _say(f"Triton 3.6 or newer is not here ({error}), so the general path trains, several times slower")
+        return None
+    return Fused(model, batch, cast("Arithmetic", precision), tiles, device)
+
+
+@cache
+def _say(what: str) -> None:
+    """Say something once."""
+    warnings.warn(what, stacklevel=3)

@@ -1,0 +1,215 @@
+"""Phases of the paper's CNN run by the fused kernels: lanes go in, a captured graph is replayed, lanes come out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedobp.algorithms.base import Part
+from fedobp.data import FederatedData
+from fedobp.engine.fit import Rule, active
+from fedobp.engine.kernels.rule import DECAY, DRIFT, MASK, MOMENTUM, PULL, arrange
+from fedobp.engine.kernels.shapes import Shapes, flat_order, kernel_order
+from fedobp.engine.kernels.step import Arithmetic, Buffers, Kind, Launches, Samples, launches, refresh, splits_of
+from fedobp.engine.kernels.tiles import EXACT, Tiles
+from fedobp.models import Model
+from fedobp.transfer import send
+
+_BLOCK = 1024
+_STRIDE = 8  # beyond EXACT, numbers of lanes are rounded up to a multiple of this: those asleep cost next to nothing
+_REPEAT = 8  # steps in a long graph
+_TEST_BATCH = 64
+
+
+def rounded(lanes: int) -> int:
+    """Return the number of lanes that a graph is made for."""
+    return lanes if lanes <= EXACT else -(-lanes // _STRIDE) * _STRIDE
+
+
+@dataclass
+class _Kept:
+    """Buffers with the graphs that work on them, by number of lanes and of steps."""
+
+    kind: Kind
+    samples: Samples
+    buffers: Buffers
+    graphs: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
+
+
+class Fused:
+    """Trains and tests stacks of one model on one device."""
+
+    def __init__(
+        self, model: Model, batch: int, precision: Arithmetic, tiles: Sequence[Tiles], device: torch.device
+    ) -> None:
+        channels, side, _ = model.shape
+        self._precision, self._tiles, self._device = precision, tiles, device
+        self._shapes = Shapes(side, channels, model.classes, max(16, 1 << (batch - 1).bit_length()))
+        order = kernel_order(model.layout, self._shapes)
+        self._size = model.layout.size
+        self._inward = order.to(device, torch.int32)
+        self._outward = flat_order(order, self._size).to(device, torch.int32)
+        self._kept: dict[tuple[Kind, int], _Kept] = {}
+        self._scaling: dict[int, tuple[FederatedData, Tensor]] = {}
+
+    @property
+    def lane_bytes(self) -> int:
+        """What a lane takes at most: its buffers with every term of the rule, and a few copies of its vector."""
+        kind = Kind(replace(self._shapes, batch=max(self._shapes.batch, _TEST_BATCH)), self._precision, "all", ~0)
+        one = Buffers(kind, 1, 1, self._splits(kind), torch.device("meta"))
+        tensors = [value for value in vars(one).values() if isinstance(value, Tensor)]
+        return 16 * self._size + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def train(
+        self,
+        theta: Tensor,
+        rule: Rule,
+        part: Part,
+        ids: Tensor,
+        counts: Tensor,
+        data: Sequence[FederatedData],
+        steps: Sequence[int],
+    ) -> tuple[Tensor, int]:
+        """Train the lanes of `theta` in place; return the sums of their losses, and the batch slots that it took.
+
+        `ids` is [steps, lanes, batch], of which `counts` [steps, lanes] are real; `data` is each lane's.
+        """
+        kind = Kind(self._shapes, self._precision, part, _bits(rule))
+        kept = self._buffers(kind, len(theta), len(ids), data[0])
+        now = active(steps)
+        plan = [(lanes, len(list(same))) for lanes, same in groupby(map(rounded, now))]
+        # Long graphs as far as they go, then short ones. All are there before the lanes are: making one takes steps.
+        replays = [
+            self._graph(kept, lanes, repeat)
+            for lanes, times in plan
+            for repeat in [_REPEAT] * (times // _REPEAT) + [1] * (times % _REPEAT)
+        ]
+        self._load(kept, theta, rule, ids, counts, data)
+        for replay in replays:
+            replay()
+        self._arrange(kept.buffers.theta, theta, self._outward)
+        return kept.buffers.loss[: len(theta)].clone(), sum(now) * self._shapes.batch
+
+    def labels(self, theta: Tensor, ids: Tensor, sizes: Sequence[int], data: FederatedData) -> Tensor:
+        """Return the labels that lanes' models give to their samples `ids` [lanes, most], of which `sizes` are real.
+
+        Lanes with most samples come first.
+        """
+        shapes = Shapes(self._shapes.side, self._shapes.channels, self._shapes.classes, _TEST_BATCH)
+        lanes, most = ids.shape
+        steps = -(-most // _TEST_BATCH)
+        kept = self._buffers(Kind(shapes, self._precision, None), lanes, steps, data)
+        whole = torch.nn.functional.pad(ids, (0, steps * _TEST_BATCH - most)).view(lanes, steps, _TEST_BATCH)
+        begun = torch.arange(0, most, _TEST_BATCH)[:, None]
+        counts = send((torch.tensor(sizes) - begun).clamp(0, _TEST_BATCH), ids.device)
+        self._load(kept, theta, None, whole.transpose(0, 1), counts, [data] * lanes)
+        for step in range(steps):
+            awake = sum(size > step * _TEST_BATCH for size in sizes)
+            for launch in self._launches(kept, rounded(awake)).values():
+                launch()
+        return kept.buffers.found[:lanes].view(lanes, -1)[:, :most].clone()
+
+    def _buffers(self, kind: Kind, lanes: int, steps: int, data: FederatedData) -> _Kept:
+        samples = Samples(data.x, data.y)
+        kept = self._kept.get((kind, data.x.data_ptr()))
+        if kept is None or kept.buffers.lanes < lanes or kept.buffers.steps < steps:
+            had = (kept.buffers.lanes, kept.buffers.steps) if kept else (0, 0)
+            # Twice as many steps as now: rounds differ, and a graph is worth keeping.
+            room = max(rounded(lanes), had[0]), max(2 * steps, had[1])
+            self._kept.pop((kind, data.x.data_ptr()), None)
+            kept = _Kept(kind, samples, Buffers(kind, *room, self._splits(kind), self._device))
+            self._kept[kind, data.x.data_ptr()] = kept
+        return kept
+
+    def _splits(self, kind: Kind) -> tuple[int, int]:
+        """Return for how many partial sums there must be room."""
+        splits = [splits_of(kind.shapes, tiles) for tiles in self._tiles]
+        return max(first for first, _ in splits), max(second for _, second in splits)
+
+    def _launches(self, kept: _Kept, lanes: int) -> Launches:
+        tiles = next(tiles for tiles in self._tiles if lanes <= tiles.lanes)
+        return launches(kept.kind, kept.buffers, tiles, lanes, lanes > EXACT, kept.samples)
+
+    def _graph(self, kept: _Kept, lanes: int, repeat: int) -> Callable[[], None]:
+        """Return what takes so many steps: a captured graph, and the launches themselves where they are interpreted."""
+        if (lanes, repeat) not in kept.graphs:
+            steps = list(self._launches(kept, lanes).values())
+
+            def run() -> None:
+                for _ in range(repeat):
+                    for launch in steps:
+                        launch()
+
+            kept.graphs[lanes, repeat] = run
+            if self._device.type == "cuda":
+                for launch in steps:  # compiles what is not yet in Triton's cache
+                    launch()
+                kept.graphs[lanes, repeat] = _captured(run).replay
+        return kept.graphs[lanes, repeat]
+
+    def _load(
+        self, kept: _Kept, theta: Tensor, rule: Rule | None, ids: Tensor, counts: Tensor, data: Sequence[FederatedData]
+    ) -> None:
+        at, (steps, lanes, batch) = kept.buffers, ids.shape
+        self._arrange(theta, at.theta, self._inward)
+        if rule is not None:
+            numbers = (rule.lr, rule.momentum, rule.decay, rule.pull)
+            for column, values in enumerate(numbers):
+                if values is not None:
+                    at.numbers[:lanes, column] = values[:, 0]
+            for values, target in ((rule.anchor, at.anchor), (rule.drift, at.drift), (rule.moving, at.moving)):
+                if values is not None:
+                    self._arrange(values, target, self._inward)
+            if rule.momentum is not None:
+                at.velocity.zero_()
+        for tensor in (at.loss, at.step, at.counts):
+            tensor.zero_()
+        at.order[:lanes, :steps, :batch] = ids.transpose(0, 1)
+        at.counts[:lanes, :steps] = counts.t()
+        scaling = torch.stack([self._scale(one) for one in data])
+        at.scale[:lanes], at.shift[:lanes] = scaling[:, 0], scaling[:, 1]
+        refresh(kept.kind, at, min(rounded(lanes), at.lanes), kept.samples)
+
+    def _scale(self, data: FederatedData) -> Tensor:
+        """Return (scale, shift), padded to four channels: an input is x * scale - shift."""
+        if id(data) not in self._scaling:
+            both = torch.zeros(2, 4, device=self._device)
+            channels = data.mean.numel()
+            both[0, :channels] = 1 / (data.unit * data.std.flatten())
+            both[1, :channels] = data.mean.flatten() / data.std.flatten()
+            self._scaling[id(data)] = data, both
+        return self._scaling[id(data)][1]
+
+    def _arrange(self, source: Tensor, target: Tensor, index: Tensor) -> None:
+        """Copy vectors of as many lanes as there are on both sides from one order to the other."""
+        lanes, size = min(len(source), len(target)), len(index)
+        source = source.contiguous()
+        if source.dtype == torch.bool:
+            source = source.view(torch.uint8)
+        arrange[-(-size // _BLOCK), lanes](source, target, index, source.shape[1], target.shape[1], _BLOCK)
+
+
+def _bits(rule: Rule) -> int:
+    """Return which terms a rule has."""
+    terms: tuple[tuple[Tensor | None, Any], ...] = (
+        (rule.momentum, MOMENTUM),
+        (rule.decay, DECAY),
+        (rule.pull, PULL),
+        (rule.drift, DRIFT),
+        (rule.moving, MASK),
+    )
+    return sum(bit.value for values, bit in terms if values is not None)
+
+
+def _captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    # Not by `torch.cuda.graph`, which collects garbage each time: there is none, and it takes longer than all the rest.
+    graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        graph.capture_begin()
+        run()
+        graph.capture_end()
+    return graph

@@ -1,0 +1,62 @@
+"""Where a lane's parameters lie, and how they move.
+
+All per-entry state (weights, velocity, anchor, drift, mask) has one order, the kernels' own: [lanes, SIZE] with
+
+    W1 [5, 8 pixels x 4 channels, 32]   first convolution, a kernel row with its zero padding side by side
+    B1 [32]
+    W2 [25 taps, 32, 64]                second convolution
+    B2 [64]
+    BF [512]                            hidden layer
+    WF [512, F]                         its inputs in the order y, x, channel
+    WC [NC, 512], BC [NC]               head; NC classes with padding
+
+Entries that are padding are zero and stay so, because their gradient is zero.
+"""
+
+import triton
+import triton.language as tl
+
+HIDDEN = tl.constexpr(512)
+W1 = tl.constexpr(0)
+B1 = tl.constexpr(5120)
+W2 = tl.constexpr(5152)
+B2 = tl.constexpr(56352)
+BF = tl.constexpr(56416)
+WF = tl.constexpr(56928)
+SPREAD1 = tl.constexpr(5 * 32 * 64)  # a copy of W1 for two neighbouring positions side by side
+
+# Which terms a step has, as bits of RULE.
+MOMENTUM = tl.constexpr(1)
+DECAY = tl.constexpr(2)
+PULL = tl.constexpr(4)
+DRIFT = tl.constexpr(8)
+MASK = tl.constexpr(16)
+
+
+@triton.jit
+def moved(gradient, at, theta, velocity, anchor, drift, moving, numbers, RULE: tl.constexpr):
+    """Return where entries `at` go: v <- momentum v + (gradient + mu (theta - anchor) + drift + decay theta), then
+    theta - lr v where it may move. `numbers` is the lane's (lr, momentum, decay, mu)."""
+    value = tl.load(theta + at)
+    if PULL & RULE:
+        gradient += tl.load(numbers + 3) * (value - tl.load(anchor + at))
+    if DRIFT & RULE:
+        gradient += tl.load(drift + at)
+    if DECAY & RULE:
+        gradient += tl.load(numbers + 2) * value
+    if MOMENTUM & RULE:
+        gradient += tl.load(numbers + 1) * tl.load(velocity + at)
+        tl.store(velocity + at, gradient)
+    if MASK & RULE:
+        gradient = tl.where(tl.load(moving + at) != 0, gradient, 0.0)
+    return value - tl.load(numbers) * gradient
+
+
+@triton.jit
+def arrange(source, target, index, source_size, target_size, BLOCK: tl.constexpr):
+    """target[lane, e] = source[lane, index[e]], and 0 where the index is -1: from one order to another."""
+    lane = tl.program_id(1).to(tl.int64)
+    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.load(index + e, mask=e < target_size, other=-1)
+    value = tl.load(source + lane * source_size + i, mask=i >= 0, other=0)
+    tl.store(target + lane * target_size + e, value, mask=e < target_size)

@@ -1,0 +1,183 @@
+"""One step of many lanes: the buffers that it works on, and its launches in their order."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedobp.algorithms.base import Part
+from fedobp.engine.kernels import backward, forward
+from fedobp.engine.kernels.rule import DRIFT, HIDDEN, MASK, MOMENTUM, PULL, SPREAD1
+from fedobp.engine.kernels.shapes import Shapes
+from fedobp.engine.kernels.tiles import Tiles
+
+Arithmetic = Literal["bf16", "tf32", "fp32"]
+Launches = dict[str, Callable[[], object]]
+_TAPS = 25 * 32 * 64
+AFTER = 64  # entries
+
+
+def low_type(precision: Arithmetic) -> torch.dtype:
+    """Return the type of what products read; sums and weights are float32."""
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a step does. Steps of one kind share buffers and graphs."""
+
+    shapes: Shapes
+    precision: Arithmetic
+    part: Part | None  # what learns; None: nothing does, labels are asked for
+    rule: int = 0  # which terms the rule has, as bits
+
+    @property
+    def base(self) -> bool:
+        """Whether the base learns."""
+        return self.part in ("all", "base")
+
+
+class Buffers:
+    """All that steps of up to `lanes` lanes read and write, for up to `steps` steps. `splits`: partial sums."""
+
+    def __init__(self, kind: Kind, lanes: int, steps: int, splits: tuple[int, int], device: torch.device) -> None:
+        shapes, low, byte, whole = kind.shapes, low_type(kind.precision), torch.int8, torch.int32
+        batch, side1, side2, size = shapes.batch, shapes.pooled1, shapes.pooled2, shapes.size
+        self.lanes, self.steps = lanes, steps
+
+        def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(lanes, *shape, dtype=dtype, device=device)
+
+        def used(bit: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return room(size, dtype=dtype) if kind.rule & bit else self.theta  # never read where it is not used
+
+        # State, in the kernels' order.
+        self.theta, self.numbers, self.loss = room(size), room(4), room()
+        self.velocity, self.anchor, self.drift = used(MOMENTUM.value), used(PULL.value), used(DRIFT.value)
+        self.moving = used(MASK.value, byte)
+        # Copies of weights as products read them.
+        self.spread, self.taps, self.flipped = (room(n, dtype=low) for n in (SPREAD1.value, _TAPS, _TAPS))
+        # On the way forward, and back. Around `d2` lies a frame of zeros that nobody writes.
+        map1, map2, learns, base = batch * side1**2 * 32, batch * side2**2 * 64, kind.part is not None, kind.base
+        self.pooled1, self.arg1 = room(map1, dtype=low), room(map1 * learns, dtype=byte)
+        self.pooled2, self.arg2 = room(map2, dtype=low), room(map2 * learns, dtype=byte)
+        self.hidden, self.dh = (room(batch * HIDDEN.value * learns, dtype=low) for _ in range(2))
+        self.logits = room(HIDDEN.value // 16 * batch * shapes.outputs)
+        self.d1 = room(map1 * base, dtype=low)
+        self.d2 = room(batch * shapes.frame**2 * 64 * base, dtype=low)
+        self.sums1, self.sums2 = room(splits[0] * 161 * 64 * base), room(splits[1] * 801 * 64 * base)
+        # The order of samples, how inputs are scaled (x * scale - shift), and the batch in work.
+        self.order, self.counts = room(steps, batch, dtype=whole), room(steps, dtype=whole)
+        self.scale, self.shift = room(4), room(4)
+        # Six pixels are read as eight: after the last image, too, there are some, and they are zero.
+        self.x = torch.zeros(lanes * batch * shapes.side**2 * 4 + AFTER, dtype=low, device=device)
+        self.labels = room(batch, dtype=whole)
+        self.step, self.count, self.awake = (room(dtype=whole) for _ in range(3))
+        self.found = room(0 if kind.part else steps * batch, dtype=torch.int64)
+
+
+def splits_of(shapes: Shapes, tiles: Tiles) -> tuple[int, int]:
+    """Return the numbers of partial sums: not more than there are tiles."""
+    rows = shapes.batch * shapes.pooled1**2, shapes.batch * (2 * shapes.pooled2) ** 2
+    sizes = tiles.conv1_backward.size, tiles.conv2_backward.depth
+    first, second = (min(n, -(-all // size)) for n, all, size in zip(tiles.splits, rows, sizes, strict=True))
+    return first, second
+
+
+class Samples(NamedTuple):
+    """Where samples lie, as stored: [n, channels, side, side], and their labels."""
+
+    x: Tensor
+    y: Tensor
+
+
+def launches(kind: Kind, at: Buffers, tiles: Tiles, lanes: int, padded: bool, samples: Samples) -> Launches:
+    """Return a step's launches by name. With `padded`, lanes without samples are left as they are."""
+    shapes, learns = kind.shapes, kind.part is not None
+    batch, side, pooled1, pooled2 = shapes.batch, shapes.side, shapes.pooled1, shapes.pooled2
+    features, outputs, classes, size = shapes.features, shapes.outputs, shapes.classes, shapes.size
+    parts = HIDDEN.value // tiles.dense.size
+    product = "ieee" if kind.precision == "fp32" else "tf32"
+    splits1, splits2 = splits_of(shapes, tiles)
+    rule = (at.theta, at.velocity, at.anchor, at.drift, at.moving, at.numbers)
+
+    def conv1() -> None:
+        rows, several, warps, stages = tiles.conv1
+        forward.conv1[-(-batch * pooled1**2 // (rows * several)), lanes](
+            at.x, at.count, at.step, at.spread, at.theta, at.pooled1, at.arg1,
+            size, batch, side, pooled1, rows, several, learns, padded, product,
+            num_warps=warps, num_stages=stages)  # fmt: skip
+
+    def conv2() -> None:
+        rows, _, warps, stages = tiles.conv2
+        forward.conv2[-(-batch * pooled2**2 // rows), lanes](
+            at.pooled1, at.count, at.taps, at.theta, at.pooled2, at.arg2,
+            size, batch, pooled1, pooled2, rows, learns, padded, product,
+            num_warps=warps, num_stages=stages)  # fmt: skip
+
+    def dense() -> None:
+        columns, depth, warps, stages = tiles.dense
+        forward.dense[parts, lanes](
+            at.pooled2, at.count, at.theta, at.hidden, at.logits,
+            size, batch, features, outputs, columns, depth, learns, padded, product,
+            num_warps=warps, num_stages=stages)  # fmt: skip
+
+    def answer() -> None:
+        forward.answer[lanes,](
+            at.logits, at.count, at.step, at.found, at.steps * batch,
+            batch, outputs, classes, parts)  # fmt: skip
+
+    def head() -> None:
+        columns, _, warps, stages = tiles.head
+        backward.head[HIDDEN.value // columns, lanes](
+            at.hidden, at.logits, at.labels, at.count, at.loss, *rule, at.dh,
+            size, batch, features, outputs, classes, parts, columns,
+            kind.base, kind.part != "base", kind.rule, padded, product,
+            num_warps=warps, num_stages=stages)  # fmt: skip
+
+    def dense_backward() -> None:
+        columns, depth, warps, stages = tiles.dense_backward
+        backward.dense_backward[features // columns, lanes](
+            at.pooled2, at.arg2, at.dh, at.count, *rule, at.d2,
+            size, batch, features, pooled2, columns, depth, kind.rule, padded, product,
+            num_warps=warps, num_stages=stages)  # fmt: skip
+
+    def conv2_backward() -> None:
+        rows1, rows2, warps, stages = tiles.conv2_backward
+        inputs = -(-(batch * (pooled1 // tiles.side) ** 2) // rows1)
+        backward.conv2_backward[inputs + 5 * splits2, lanes](
+            at.count, at.awake, at.pooled1, at.d2, at.flipped, at.d1, at.sums2,
+            batch, pooled1, pooled2, tiles.side, rows1, splits2, rows2, padded, product,
+            num_warps=warps, num_stages=stages)  # fmt: skip
+
+    def conv1_backward() -> None:
+        rows, _, warps, stages = tiles.conv1_backward
+        backward.conv1_backward[splits1, lanes](
+            at.x, at.count, at.d1, at.arg1, at.sums1,
+            batch, side, pooled1, splits1, rows, padded, product,
+            num_warps=warps, num_stages=stages)  # fmt: skip
+
+    steps: Launches = {"conv1": conv1, "conv2": conv2, "dense": dense}
+    steps["head" if learns else "answer"] = head if learns else answer
+    if kind.base:
+        steps |= {"dense_backward": dense_backward, "conv2_backward": conv2_backward, "conv1_backward": conv1_backward}
+    return steps | {"update": lambda: _update(kind, at, lanes, (splits1, splits2), kind.base, padded, samples)}
+
+
+def refresh(kind: Kind, at: Buffers, lanes: int, samples: Samples) -> None:
+    """Make the copies of the weights, and lay out every lane's first batch."""
+    _update(kind, at, lanes, (0, 0), True, False, samples)
+
+
+def _update(
+    kind: Kind, at: Buffers, lanes: int, splits: tuple[int, int], weights: bool, padded: bool, samples: Samples
+) -> None:
+    shapes = kind.shapes
+    backward.update[141 * weights + shapes.batch, lanes](
+        at.theta, at.velocity, at.anchor, at.drift, at.moving, at.numbers,
+        at.spread, at.taps, at.flipped, at.sums1, at.sums2,
+        at.order, at.counts, samples.x, samples.y, at.scale, at.shift,
+        at.step, at.x, at.count, at.awake, at.labels, at.steps,
+        shapes.size, shapes.batch, shapes.side, shapes.channels, *splits, weights, kind.rule, padded)  # fmt: skip

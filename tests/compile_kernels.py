@@ -1,0 +1,99 @@
+"""Compile every kernel for sm_90 without a card: python tests/compile_kernels.py [0|1], half of them or all.
+
+The interpreter accepts what the compiler refuses, so this is asked of it: the tables' shapes in every precision, both
+image sizes, every option. What needs more shared memory than the card has is an error, and so are spilled registers in
+the paper's own setting.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from fedobp.engine.kernels.rule import arrange
+from fedobp.engine.kernels.shapes import Shapes
+from fedobp.engine.kernels.step import Buffers, Kind, Samples, launches, refresh, splits_of
+from fedobp.engine.kernels.tiles import EXACT, tiles_for
+
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int8: "*i8", torch.uint8: "*u8", torch.int32: "*i32",
+         torch.int64: "*i64"}  # fmt: skip
+SHARED = 227 * 1024
+PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+PAPERS = False  # whether it is the paper's own setting
+done: set[object] = set()
+wrong: list[str] = []
+
+
+def compiled(self, *args, grid, warmup, **options):
+    """Compile what would have been launched; stands in for JITFunction.run."""
+    signature, constants, hints = {}, {}, {}
+    for at, (parameter, value) in enumerate(zip(self.params, args, strict=True)):
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[at,] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name], hints[at,] = TYPES[value.dtype], [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "i32"
+    key = (self.__name__, tuple(signature.items()), tuple(constants.items()), tuple(options.items()))
+    if key in done:
+        return
+    done.add(key)
+    about = f"{self.__name__} {options} {list(constants.values())}"
+    kernel = triton.compile(
+        ASTSource(self, signature, constants, hints), target=GPUTarget("cuda", 90, 32), options=options
+    )
+    if kernel.metadata.shared > SHARED:
+        wrong.append(f"{about} needs {kernel.metadata.shared} bytes of shared memory")
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(kernel.asm["ptx"])
+        file.flush()
+        ptxas = [PTXAS, "-v", "--gpu-name", "sm_90a", file.name, "-o", "/dev/null"]
+        said = subprocess.run(ptxas, capture_output=True, text=True, check=True).stderr
+    spilled = int(re.search(r"(\d+) bytes spill stores", said)[1])
+    if spilled and PAPERS:
+        wrong.append(f"{about} spills {spilled} bytes")
+
+
+def each(kind, tiles, lanes):
+    """Compile a step's kernels."""
+    at = Buffers(kind, 1, 1, splits_of(kind.shapes, tiles), torch.device("cpu"))
+    samples = Samples(torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
+    for launch in launches(kind, at, tiles, lanes, lanes > EXACT, samples).values():
+        launch()
+    refresh(kind, at, lanes, samples)
+
+
+def main():
+    """Compile this half."""
+    assert not triton.knobs.runtime.interpret, "unset TRITON_INTERPRET"
+    JITFunction.run = compiled
+    global PAPERS
+    cifar, mnist = Shapes(32, 3, 10, 32), Shapes(28, 1, 10, 32)
+    jobs = []
+    for precision in ("bf16", "tf32", "fp32"):
+        table = tiles_for((9, 0), precision)
+        for tiles in table if precision != "fp32" else table[-1:]:
+            jobs.append((Kind(cifar, precision, "all"), tiles, min(tiles.lanes, 160)))
+        jobs.append((Kind(Shapes(32, 3, 100, 64), precision, None), table[-1], 160))
+    jobs += [(Kind(mnist, "bf16", "all", 31), tiles, min(tiles.lanes, 160)) for tiles in tiles_for((9, 0), "bf16")]
+    jobs.append((Kind(Shapes(28, 1, 62, 16), "bf16", "base", 5), tiles_for((9, 0), "bf16")[0], 1))
+    jobs.append((Kind(Shapes(32, 3, 128, 64), "bf16", "head", 16), tiles_for((9, 0), "bf16")[-1], 160))
+    for job in jobs[int(sys.argv[1]) :: 2] if len(sys.argv) > 1 else jobs:
+        PAPERS = job[0] == Kind(cifar, "bf16", "all")
+        each(*job)
+    vector, index = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
+    arrange[1, 1](vector, vector, index, 878538, 881696, 1024)
+    arrange[1, 1](vector.to(torch.uint8), vector.to(torch.int8), index, 878538, 881696, 1024)
+    if wrong:
+        sys.exit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()

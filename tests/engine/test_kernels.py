@@ -1,0 +1,198 @@
+"""The fused kernels without a card: interpreted in float32 against autograd in float64, and compiled for sm_90."""
+
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases import CASES, SAMPLES, Case, Problem, spoil
+
+from fedobp import Config, Federation
+from fedobp.data import Dataset, FederatedData, Shard
+from fedobp.engine import kernels
+from fedobp.engine.kernels import fused_for, suits
+from fedobp.engine.kernels.fused import Fused, rounded
+from fedobp.engine.kernels.shapes import Shapes, flat_order, kernel_order
+from fedobp.engine.kernels.tiles import EXACT, Tile, Tiles, tiles_for
+from fedobp.models import NETS, Model
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted only without a card")
+
+CPU = torch.device("cpu")
+# Few large tiles: the interpreter takes its time for each.
+LARGE = Tiles(
+    1 << 30, Tile(256, 3, 4, 1), Tile(256, 0, 4, 1), Tile(128, 256, 4, 1), Tile(256, 0, 4, 1), Tile(64, 256, 4, 1),
+    Tile(256, 256, 4, 1), Tile(512, 0, 4, 1), 2, (3, 2),
+)  # fmt: skip
+
+
+DRAW = np.random.default_rng(3)
+DATASET = Dataset("noise", DRAW.integers(0, 256, (120, 28, 28), dtype=np.uint8), np.arange(120) % 10, np.arange(10), 0)
+SHARDS = [Shard(np.arange(at, at + n), np.arange(0), np.arange(at + n, at + n + 6)) for at, n in
+          ((0, 34), (40, 16), (62, 18), (90, 20))]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _large_blocks(monkeypatch):
+    monkeypatch.setattr("fedobp.engine.kernels.fused._BLOCK", 1 << 16)
+
+
+def interpreted(problem, tiles=LARGE):
+    return Fused(problem.model, problem.case.batch, "fp32", [tiles], problem.device)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_steps_are_autograds_in_float64(name):
+    problem = Problem(CASES[name])
+    theta, losses = problem.train(interpreted(problem))
+    _, expected = problem.expected()
+    assert max(problem.errors(theta).values()) < 2e-5
+    torch.testing.assert_close(losses, expected.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_single_pixels_and_more_lanes_than_there_are(monkeypatch):
+    """The other way to get conv2's input gradient, and lanes that are asleep: as beyond 16 lanes."""
+    monkeypatch.setattr("fedobp.engine.kernels.fused.EXACT", 1)
+    monkeypatch.setattr("fedobp.engine.kernels.fused._STRIDE", 5)
+    problem = Problem(Case(terms=("momentum", "decay")))
+    fused = interpreted(problem, replace(LARGE, side=1))
+    theta, _ = problem.train(fused)
+    assert max(problem.errors(theta).values()) < 2e-5
+    assert rounded(3) == 5
+
+
+def test_what_is_not_of_a_part_or_masked_keeps_its_bits():
+    problem = Problem(Case(part="head", terms=("momentum", "decay", "moving"), steps=(1,), counts=((16,),)))
+    theta, _ = problem.train(interpreted(problem))
+    still = ~problem.model.layout.is_head() | ~problem.vectors["moving"][0]
+    assert torch.equal(theta[0, still], problem.theta[0, still])
+    assert not torch.equal(theta[0, ~still], problem.theta[0, ~still])
+
+
+def test_nothing_depends_on_what_lay_in_the_buffers():
+    problem = Problem(Case(steps=(2, 1), counts=((16, 3), (16, 0)), terms=("momentum",)))
+    fused = interpreted(problem)
+    clean, losses = problem.train(fused)
+    [kept] = fused._kept.values()
+    spoil(kept.buffers)
+    again, losses_again = problem.train(fused)
+    assert torch.equal(clean, again)
+    assert torch.equal(losses, losses_again)
+
+
+def test_labels_are_the_largest_logits():
+    problem = Problem(Case(32, 3, 62))
+    sizes, lanes = [SAMPLES, 7], 2
+    ids = torch.randint(0, SAMPLES, (lanes, SAMPLES), generator=torch.Generator().manual_seed(1))
+    found = interpreted(problem).labels(problem.theta, ids, sizes, problem.data)
+    for lane, size in enumerate(sizes):
+        logits = problem.model.logits(problem.theta[lane].double(), problem.inputs(ids[lane, :size]))
+        assert torch.equal(found[lane, :size], logits.argmax(dim=1))
+
+
+def test_the_engine_trains_and_tests_with_them_as_the_serial_one_does(monkeypatch):
+    """A whole run, evaluations and fine-tuning included: silently, and with the same answers."""
+    monkeypatch.setattr(
+        "fedobp.engine.lanes.fused_for",
+        lambda model, batch, precision, device: Fused(model, batch, "fp32", [LARGE], device),
+    )
+    given = {"clients": 4, "rounds": 2, "participation": 0.5, "epochs": 1, "batch_size": 16, "model": "cnn",
+             "method": "fedobp", "options": {"q": 0.9}, "momentum": 0.5, "finetune_epochs": 1, "lr": 0.1}  # fmt: skip
+    federation = Federation.__new__(Federation)
+    problem = Problem(Case())
+    found = {}
+    for engine in ("serial", "lanes"):
+        federation.config, federation.model = Config(**given, engine=engine, device="cpu"), problem.model
+        federation.data = FederatedData(DATASET, SHARDS, CPU, torch.float32)
+        found[engine] = federation.run()
+    for column in ("accuracy", "last", "finetuned"):
+        assert getattr(found["lanes"], column) == getattr(found["serial"], column)
+    for client in range(4):
+        for name, tensor in found["lanes"].state_dict(client).items():
+            torch.testing.assert_close(tensor, found["serial"].state_dict(client)[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("side", "channels", "classes"), [(28, 1, 10), (32, 3, 100)])
+def test_the_kernels_order_holds_every_entry_once(side, channels, classes):
+    model = Model("cnn", (channels, side, side), classes)
+    shapes = Shapes(side, channels, classes, 32)
+    order = kernel_order(model.layout, shapes)
+    assert torch.equal(order[order >= 0].sort().values, torch.arange(model.layout.size))
+    assert torch.equal(order[flat_order(order, model.layout.size)], torch.arange(model.layout.size))
+    assert len(order) == shapes.size
+
+
+@pytest.mark.parametrize(
+    ("shape", "classes", "batch", "precision", "right"),
+    [
+        ((1, 28, 28), 10, 32, "bf16", True),
+        ((3, 32, 32), 128, 16, "fp32", True),
+        ((4, 32, 32), 2, 64, "tf32", True),
+        ((3, 32, 32), 129, 32, "bf16", False),
+        ((3, 32, 32), 10, 15, "bf16", False),
+        ((3, 32, 32), 10, 65, "bf16", False),
+        ((3, 32, 32), 10, 32, "fp64", False),
+        ((3, 30, 30), 10, 32, "bf16", False),
+        ((5, 32, 32), 10, 32, "bf16", False),
+    ],
+)
+def test_what_they_are_made_for(shape, classes, batch, precision, right):
+    assert suits(Model("cnn", shape, classes), batch, precision) == right
+
+
+def test_another_network_under_the_papers_name_is_not_theirs(monkeypatch):
+    assert not suits(Model("mlp", (1, 28, 28), 10), 32, "bf16")
+    model = Model("cnn", (1, 28, 28), 10)
+    monkeypatch.setitem(NETS, "cnn", NETS["cnn-small"])
+    assert not suits(model, 32, "bf16")
+
+
+def test_a_card_without_tiles_is_told_once(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Quadro")
+    kernels._say.cache_clear()
+    model, card = Model("cnn", (1, 28, 28), 10), torch.device("cuda")
+    with pytest.warns(UserWarning, match="no kernels tuned for Quadro, so the general path trains"):
+        assert fused_for(model, 32, "bf16", card) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fused_for(model, 32, "bf16", card) is None
+        assert fused_for(model, 32, "bf16", CPU) is None
+        assert fused_for(model, 32, "fp64", card) is None
+
+
+def test_without_triton_it_is_told_once(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setitem(sys.modules, "fedobp.engine.kernels.fused", None)
+    kernels._say.cache_clear()
+    with pytest.warns(UserWarning, match="Triton 3.6 or newer is not here"):
+        assert fused_for(Model("cnn", (1, 28, 28), 10), 32, "bf16", torch.device("cuda")) is None
+
+
+def test_tables_rise_and_end_with_any_number_of_lanes():
+    for precision in ("bf16", "tf32", "fp32"):
+        table = tiles_for((9, 0), precision)
+        lanes = [entry.lanes for entry in table]
+        assert lanes == sorted(lanes)
+        assert EXACT in lanes
+        assert lanes[-1] >= 1 << 20
+    assert tiles_for((8, 0), "bf16") is None
+
+
+def test_every_kernel_compiles_for_the_card():
+    """In processes of their own, because here the kernels are defined as interpreted ones."""
+    script = Path(__file__).parents[1] / "compile_kernels.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    runs = [
+        subprocess.Popen([sys.executable, script, half], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                         env=environment)
+        for half in ("0", "1")
+    ]  # fmt: skip
+    for run in runs:
+        said, _ = run.communicate(timeout=600)
+        assert run.returncode == 0, said

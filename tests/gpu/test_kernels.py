@@ -1,0 +1,124 @@
+"""The fused kernels on the card. Run there with: PYTHONPATH=src python -m pytest tests/gpu/test_kernels.py"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA card that torch can use", allow_module_level=True)
+
+from kernel_cases import CASES, SAMPLES, Case, Problem, spoil
+
+from fedobp import Config, sweep
+from fedobp.engine.kernels import fused_for
+from fedobp.engine.kernels.fused import Fused
+from fedobp.engine.kernels.tiles import EXACT, tiles_for
+
+TABLE = tiles_for(torch.cuda.get_device_capability(), "bf16")
+pytestmark = pytest.mark.skipif(TABLE is None, reason="nobody has tuned the kernels for this card")
+
+DEVICE = torch.device("cuda")
+# A step's change may be wrong by so much of itself. In bf16 that is the rounding of inputs, weights and gradients, and
+# a pooling window whose two largest values change places.
+WRONG = {"bf16": 0.15, "tf32": 0.02, "fp32": 1e-4}
+MORE = {"a batch of 64, 128 classes": Case(32, 3, 128, 64, terms=("momentum",), counts=((64, 33), (64, 0)))}
+
+
+def fused_of(problem, precision, tiles=None):
+    return Fused(problem.model, problem.case.batch, precision, tiles or tiles_for((9, 0), precision), DEVICE)
+
+
+@pytest.mark.parametrize("precision", WRONG)
+@pytest.mark.parametrize("name", [*CASES, *MORE])
+def test_steps_are_autograds_in_float64(name, precision):
+    problem = Problem({**CASES, **MORE}[name], DEVICE)
+    theta, losses = problem.train(fused_of(problem, precision))
+    _, expected = problem.expected()
+    assert max(problem.errors(theta).values()) < WRONG[precision]
+    torch.testing.assert_close(losses, expected.float(), rtol=WRONG[precision], atol=1e-5)
+
+
+@pytest.mark.parametrize(("side", "channels"), [(28, 1), (32, 3)])
+@pytest.mark.parametrize(("precision", "at"), [(p, at) for p in WRONG for at in range(len(tiles_for((9, 0), p)))])
+def test_every_entry_of_the_tables(side, channels, precision, at):
+    """As many lanes as an entry is for, all alike but for their data."""
+    entry = replace(tiles_for((9, 0), precision)[at], lanes=1 << 30)
+    lanes = 40 if entry.lanes > EXACT and at == len(tiles_for((9, 0), precision)) - 1 else 3
+    case = Case(side, channels, batch=32, steps=(1,) * lanes, counts=((32,),) * (lanes - 1) + ((7,),))
+    problem = _many(case)
+    theta, losses = problem.train(fused_of(problem, precision, [entry]))
+    _, expected = problem.expected()
+    assert max(problem.errors(theta).values()) < WRONG[precision]
+    torch.testing.assert_close(losses, expected.float(), rtol=WRONG[precision], atol=1e-5)
+
+
+def _many(case):
+    import kernel_cases
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("LR", "MOMENTUM", "DECAY", "PULL"):
+            patch.setattr(kernel_cases, name, getattr(kernel_cases, name)[:1] * len(case.steps))
+        return Problem(case, DEVICE)
+
+
+@pytest.mark.parametrize("precision", WRONG)
+def test_the_same_bytes_twice_whatever_lay_in_the_buffers(precision):
+    case = CASES["everything, 32x32"]
+    problem = Problem(case, DEVICE)
+    fused = fused_of(problem, precision)
+    first, losses = problem.train(fused)
+    [kept] = fused._kept.values()
+    spoil(kept.buffers)
+    again, losses_again = problem.train(fused)
+    assert torch.equal(first, again)
+    assert torch.equal(losses, losses_again)
+    afresh, _ = problem.train(fused_of(problem, precision))
+    assert torch.equal(first, afresh)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "fp32"])
+def test_labels_are_the_largest_logits(precision):
+    problem = Problem(Case(32, 3, 62), DEVICE)
+    sizes = [SAMPLES, 7]
+    ids = torch.randint(0, SAMPLES, (2, SAMPLES), generator=torch.Generator().manual_seed(1))
+    found = fused_of(problem, precision).labels(problem.theta.cuda(), ids.cuda(), sizes, problem.data).cpu()
+    for lane, size in enumerate(sizes):
+        logits = problem.model.logits(problem.theta[lane].double(), problem.inputs(ids[lane, :size]))
+        best = logits.gather(1, found[lane, :size, None])[:, 0]
+        assert (logits.max(dim=1).values - best).max() < 2e-3  # nothing else is chosen but near ties
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    import numpy as np
+
+    place = tmp_path_factory.mktemp("data")
+    draw = np.random.default_rng(0)
+    y = np.arange(3000) % 10
+    x = draw.integers(0, 100, (3000, 28, 28), dtype=np.uint8)
+    x[np.arange(3000), 2 * y + 2, :] = 255  # a bright row says which class it is
+    np.savez(place / "fmnist.npz", x=x, y=y)
+    return str(place)
+
+
+@pytest.mark.parametrize("precision", WRONG)
+def test_runs_are_those_of_the_serial_engine(precision, folder):
+    """Several rounds of several methods, in one launch, against the oracle: fp32 closely, others as runs."""
+    given = {"dataset": "fmnist", "data_dir": folder, "clients": 20, "participation": 0.3, "rounds": 6, "epochs": 2,
+             "lr": 0.02, "finetune_epochs": 1, "model": "cnn", "alpha": 0.3}  # fmt: skip
+    methods = ["fedobp", "fedper", "fedavg", "local"]
+    fast = sweep([Config(**given, method=m, device="cuda", precision=precision) for m in methods])
+    slow = sweep([Config(**given, method=m, device="cuda", precision="fp32", engine="serial") for m in methods])
+    for one, other in zip(fast, slow, strict=True):
+        assert abs(one.accuracy.pooled - other.accuracy.pooled) < (0.5 if precision == "fp32" else 3)
+        assert abs(one.finetuned.pooled - other.finetuned.pooled) < (0.5 if precision == "fp32" else 3)
+        assert one.bytes == other.bytes
+        if precision == "fp32":
+            for name, tensor in one.state_dict().items():
+                torch.testing.assert_close(tensor, other.state_dict()[name], rtol=1e-2, atol=1e-3)
+
+
+def test_this_card_gets_them_without_a_word():
+    problem = Problem(Case(), DEVICE)
+    assert isinstance(fused_for(problem.model, 16, "bf16", DEVICE), Fused)

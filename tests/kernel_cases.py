@@ -1,0 +1,140 @@
+"""Steps of the fused kernels beside plain autograd in float64: shared by the interpreter's tests and the card's."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from fedobp.data import Dataset, FederatedData, Shard
+from fedobp.engine.fit import Rule
+from fedobp.engine.kernels.fused import Fused
+from fedobp.engine.kernels.step import AFTER
+from fedobp.models import Model
+
+SAMPLES = 60
+LR = (0.05, 0.4, 0.1)
+MOMENTUM = (0.9, 0.0, 0.5)
+DECAY = (0.01, 0.1, 0.0)
+PULL = (0.0, 0.3, 1.5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two lanes: of two steps, the second with a partial batch, and of one step with two samples."""
+
+    side: int = 28
+    channels: int = 1
+    classes: int = 10
+    batch: int = 16
+    part: Any = "all"
+    terms: tuple[str, ...] = ()
+    steps: tuple[int, ...] = (2, 1)
+    counts: tuple[tuple[int, ...], ...] = ((16, 5), (2, 0))
+
+
+CASES = {
+    "plain, three lanes": Case(steps=(2, 2, 1), counts=((16, 16), (16, 5), (2, 0))),
+    "momentum and decay": Case(terms=("momentum", "decay")),
+    "pull and drift": Case(terms=("pull", "drift")),
+    "mask": Case(terms=("moving",)),
+    "head": Case(part="head", terms=("momentum", "decay", "moving")),
+    "base": Case(part="base", terms=("momentum", "pull")),
+    "everything, 32x32": Case(32, 3, 100, terms=("momentum", "decay", "pull", "drift", "moving")),
+    "two classes, 32x32": Case(32, 3, 2),
+    "a batch that is no power of two": Case(batch=20, counts=((20, 7), (3, 0))),
+}
+
+
+class Problem:
+    """Random models, data and rules of a case."""
+
+    def __init__(self, case, device="cpu"):
+        self.case, self.device = case, torch.device(device)
+        draw = torch.Generator().manual_seed(0)
+        lanes, most = len(case.steps), max(case.steps)
+        self.model = Model("cnn", (case.channels, case.side, case.side), case.classes)
+        size = self.model.layout.size
+        x = np.random.default_rng(0).integers(0, 256, (SAMPLES, case.side, case.side, case.channels), dtype=np.uint8)
+        y = np.arange(SAMPLES) % case.classes
+        half = np.arange(SAMPLES // 2)
+        shards = [Shard(half, half[:0], half + SAMPLES // 2), Shard(half + SAMPLES // 2, half[:0], half)]
+        self.data = FederatedData(Dataset("noise", x, y, np.unique(y), 0), shards, self.device, torch.float32)
+        self.theta = torch.stack([self.model.initial(seed) for seed in range(lanes)])
+        self.ids = torch.randint(0, SAMPLES, (most, lanes, case.batch), generator=draw)
+        self.counts = torch.tensor(case.counts).t().contiguous()
+        column = lambda values: torch.tensor(values)[:lanes, None]  # noqa: E731
+        near = lambda: self.theta + 0.05 * torch.randn(lanes, size, generator=draw)  # noqa: E731
+        self.numbers = {"lr": column(LR), "momentum": column(MOMENTUM), "decay": column(DECAY), "pull": column(PULL)}
+        self.vectors = {
+            "anchor": near(),
+            "drift": 0.01 * torch.randn(lanes, size, generator=draw),
+            "moving": torch.rand(lanes, size, generator=draw) < 0.6,
+        }
+
+    def rule(self):
+        """The rule of the case's terms, as the engine gives it."""
+        terms = {"lr", *self.case.terms, *(["anchor"] if "pull" in self.case.terms else [])}
+        given = {**self.numbers, **self.vectors}
+        used = {name: given[name].to(self.device) for name in given if name in terms}
+        if "momentum" in terms:
+            used["velocity"] = torch.zeros_like(self.theta, device=self.device)
+        return Rule(**used)
+
+    def train(self, fused: Fused):
+        """Train by the kernels: (vectors, losses), on the CPU."""
+        theta = self.theta.to(self.device, copy=True)
+        lanes = len(theta)
+        ids, counts = self.ids.to(self.device), self.counts.to(self.device)
+        loss, _ = fused.train(theta, self.rule(), self.case.part, ids, counts, [self.data] * lanes, self.case.steps)
+        return theta.cpu(), loss.cpu()
+
+    def inputs(self, ids):
+        """Scaled inputs in float64."""
+        x = self.data.x.cpu()[ids].double() / self.data.unit
+        return (x - self.data.mean.cpu().double()) / self.data.std.cpu().double()
+
+    def expected(self):
+        """The same in float64, one lane after the other, one term after the other."""
+        case, head = self.case, self.model.layout.is_head()
+        inside = {"all": torch.ones_like(head), "head": head, "base": ~head}[case.part]
+        vectors, losses = [], []
+        for lane, steps in enumerate(case.steps):
+            one = {name: float(values[lane]) for name, values in self.numbers.items()}
+            theta, velocity, total = self.theta[lane].double(), 0.0, 0.0
+            moves = inside & self.vectors["moving"][lane] if "moving" in case.terms else inside
+            for step in range(steps):
+                ids = self.ids[step, lane, : self.counts[step, lane]]
+                weights = theta.clone().requires_grad_()
+                loss = functional.cross_entropy(self.model.logits(weights, self.inputs(ids)), self.data.y.cpu()[ids])
+                [gradient] = torch.autograd.grad(loss, weights)
+                if "pull" in case.terms:
+                    gradient = gradient + one["pull"] * (theta - self.vectors["anchor"][lane].double())
+                if "drift" in case.terms:
+                    gradient = gradient + self.vectors["drift"][lane].double()
+                if "decay" in case.terms:
+                    gradient = gradient + one["decay"] * theta
+                velocity = gradient + (one["momentum"] * velocity if "momentum" in case.terms else 0.0)
+                theta = torch.where(moves, theta - one["lr"] * velocity, theta)
+                total += float(loss.detach())
+            vectors.append(theta)
+            losses.append(total)
+        return torch.stack(vectors), torch.tensor(losses)
+
+    def errors(self, theta):
+        """How wrong each tensor's change is, as a share of that change, or as it is where nothing should change."""
+        expected, _ = self.expected()
+        found = {}
+        for name, where in self.model.layout.slices.items():
+            right, before = expected[:, where], self.theta[:, where].double()
+            change, wrong = (right - before).norm(dim=1), (theta[:, where].double() - right).norm(dim=1)
+            found[name] = float(torch.where(change > 0, wrong / change.clamp(min=1e-30), wrong).max())
+        return found
+
+
+def spoil(buffers):
+    """Fill what steps work on with NaN, but for the zeros that nobody ever writes: d2's frame, and what follows x."""
+    for name, buffer in vars(buffers).items():
+        if isinstance(buffer, torch.Tensor) and buffer.is_floating_point() and name != "d2":
+            (buffer[:-AFTER] if name == "x" else buffer).fill_(float("nan"))
