@@ -51,6 +51,11 @@ def compiled(self, *args, grid, warmup, **options):
     )
     if kernel.metadata.shared > SHARED:
         wrong.append(f"{about} needs {kernel.metadata.shared} bytes of shared memory")
+    # Triton 3.6 makes this kernel read beyond its shared memory where operands do not come by asynchronous copies.
+    text = kernel.asm["ttgir"]
+    for place in re.findall(r"^(#\w+) = #ttg.nvmma_shared", text, re.MULTILINE):
+        if self.__name__ == "conv1_backward" and re.search(rf"local_alloc %\S+ : .*{place}, #smem", text):
+            wrong.append(f"{about} is not pipelined")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(kernel.asm["ptx"])
         file.flush()
@@ -76,15 +81,13 @@ def main():
     JITFunction.run = compiled
     global PAPERS
     cifar, mnist = Shapes(32, 3, 10, 32), Shapes(28, 1, 10, 32)
-    jobs = []
-    for precision in ("bf16", "tf32", "fp32"):
-        table = tiles_for((9, 0), precision)
-        for tiles in table if precision != "fp32" else table[-1:]:
-            jobs.append((Kind(cifar, precision, "all"), tiles, min(tiles.lanes, 160)))
-        jobs.append((Kind(Shapes(32, 3, 100, 64), precision, None), table[-1], 160))
-    jobs += [(Kind(mnist, "bf16", "all", 31), tiles, min(tiles.lanes, 160)) for tiles in tiles_for((9, 0), "bf16")]
-    jobs.append((Kind(Shapes(28, 1, 62, 16), "bf16", "base", 5), tiles_for((9, 0), "bf16")[0], 1))
-    jobs.append((Kind(Shapes(32, 3, 128, 64), "bf16", "head", 16), tiles_for((9, 0), "bf16")[-1], 160))
+    jobs, table = [], tiles_for((9, 0), "bf16")
+    for tiles in table:
+        jobs.append((Kind(cifar, "bf16", "all"), tiles, min(tiles.lanes, 160)))
+        jobs.append((Kind(mnist, "bf16", "all", 31), tiles, min(tiles.lanes, 160)))
+    jobs.append((Kind(Shapes(32, 3, 100, 64), "bf16", None), table[-1], 160))
+    jobs.append((Kind(Shapes(28, 1, 62, 16), "bf16", "base", 5), table[0], 1))
+    jobs.append((Kind(Shapes(32, 3, 128, 64), "bf16", "head", 16), table[-1], 160))
     for job in jobs[int(sys.argv[1]) :: 2] if len(sys.argv) > 1 else jobs:
         PAPERS = job[0] == Kind(cifar, "bf16", "all")
         each(*job)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import tomllib
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,14 @@ def test_flags_win_over_the_configuration_file(command):
     command("run", "--config", "first/config.toml", "--seed", 7, "--method", "fedavg", "--out", "second")
     config = tomllib.loads(Path("second/config.toml").read_text())
     assert (config["seed"], config["clients"], config["method"], config["options"]) == (7, 5, "fedavg", {})
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_a_note_in_one_line(command, monkeypatch):
+    monkeypatch.setattr("fedobp.engine.lanes.fused_for", lambda *_: warnings.warn("no kernels here", stacklevel=1))
+    said = command("run", *TINY)
+    assert said.code == 0
+    assert "note: no kernels here\n" in said.err
 
 
 def test_a_folder_that_holds_a_run_is_refused_and_left_alone(command):

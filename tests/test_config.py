@@ -121,6 +121,14 @@ def test_clients_run_in_lanes_unless_asked_otherwise():
     assert Config(engine="serial").engine == "serial"
 
 
+@pytest.mark.parametrize(("there", "precision"), [(True, "bf16"), (False, "fp32")])
+def test_the_precision_follows_the_device_unless_given(monkeypatch, there, precision):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: there)
+    assert Config().precision == precision
+    assert Config(precision="fp64").precision == "fp64"
+    assert Config(device="cpu").precision == "fp32"
+
+
 def test_cuda_without_a_card_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(FedobpError, match="use --device cpu"):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -60,7 +61,9 @@ def main() -> NoReturn:
     if not sys.stdout.isatty():
         os.environ.setdefault("_TYPER_FORCE_DISABLE_TERMINAL", "1")  # typer takes a CI service for a terminal
     try:
-        code = app(standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _note
+            code = app(standalone_mode=False)
         sys.stdout.flush()
     except FedobpError as error:
         code = _complain(str(error))
@@ -76,6 +79,10 @@ def main() -> NoReturn:
     if code == 130:
         sys.stderr.write("interrupted\n")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _note(message: Warning | str, *_: object, **__: object) -> None:
+    sys.stderr.write(f"note: {message}\n")
 
 
 def _complain(sentence: str) -> int:

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from fedobp.errors import FedobpError, unknown
 
@@ -71,7 +71,9 @@ class Config:
     finetune_epochs: int = _evaluation(0, "Also report every client's model after this many more local epochs", low=0)
     engine: EngineName = _machine("auto", "How clients are run: all at once (lanes, auto's choice), or one by one")
     device: DeviceName = _machine("auto", "Where to compute; auto takes CUDA where there is one")
-    precision: Precision = _machine("fp32", "Arithmetic; tf32 and bf16 keep weights and sums in fp32")
+    precision: Precision = _machine(
+        None, "Arithmetic; tf32 and bf16 keep weights and sums in fp32 (default: bf16 on CUDA, fp32 on the CPU)"
+    )
     lane_memory: float = _machine(0.0, "GiB that clients in training may take; 0: half of the machine's", low=0)
     store_memory: float = _machine(0.0, "GiB for clients' state, then a file; 0: a quarter of the machine's", low=0)
     save_models: SaveModels = _machine("all", "Which final models to write")
@@ -119,6 +121,8 @@ class Config:
             raise FedobpError("--device cuda needs a CUDA card that torch can use, and there is none: use --device cpu")
         if self.device == "auto":
             self._set("device", "cuda" if torch.cuda.is_available() else "cpu")
+        if cast(str | None, self.precision) is None:
+            self._set("precision", "bf16" if self.device == "cuda" else "fp32")
         if self.device == "cpu" and self.precision == "tf32":
             raise FedobpError("--precision tf32 is arithmetic of CUDA cards: use --precision fp32 on the CPU")
         if self.engine == "auto":

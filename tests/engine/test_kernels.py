@@ -27,14 +27,16 @@ CPU = torch.device("cpu")
 # Few large tiles: the interpreter takes its time for each.
 LARGE = Tiles(
     1 << 30, Tile(256, 3, 4, 1), Tile(256, 0, 4, 1), Tile(128, 256, 4, 1), Tile(256, 0, 4, 1), Tile(64, 256, 4, 1),
-    Tile(256, 256, 4, 1), Tile(512, 0, 4, 1), 2, (3, 2),
+    Tile(256, 256, 4, 1), Tile(256, 0, 4, 1), 2, (3, 2),
 )  # fmt: skip
 
 
 DRAW = np.random.default_rng(3)
-DATASET = Dataset("noise", DRAW.integers(0, 256, (120, 28, 28), dtype=np.uint8), np.arange(120) % 10, np.arange(10), 0)
-SHARDS = [Shard(np.arange(at, at + n), np.arange(0), np.arange(at + n, at + n + 6)) for at, n in
-          ((0, 34), (40, 16), (62, 18), (90, 20))]  # fmt: skip
+DATASET = Dataset("noise", DRAW.integers(0, 256, (60, 28, 28), dtype=np.uint8), np.arange(60) % 10, np.arange(10), 0)
+SHARDS = [
+    Shard(np.arange(20), np.arange(0), np.arange(20, 30)),
+    Shard(np.arange(30, 46), np.arange(0), np.arange(46, 60)),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +103,7 @@ def test_the_engine_trains_and_tests_with_them_as_the_serial_one_does(monkeypatc
         "fedobp.engine.lanes.fused_for",
         lambda model, batch, precision, device: Fused(model, batch, "fp32", [LARGE], device),
     )
-    given = {"clients": 4, "rounds": 2, "participation": 0.5, "epochs": 1, "batch_size": 16, "model": "cnn",
+    given = {"clients": 2, "rounds": 2, "participation": 0.5, "epochs": 1, "batch_size": 16, "model": "cnn",
              "method": "fedobp", "options": {"q": 0.9}, "momentum": 0.5, "finetune_epochs": 1, "lr": 0.1}  # fmt: skip
     federation = Federation.__new__(Federation)
     problem = Problem(Case())
@@ -112,7 +114,7 @@ def test_the_engine_trains_and_tests_with_them_as_the_serial_one_does(monkeypatc
         found[engine] = federation.run()
     for column in ("accuracy", "last", "finetuned"):
         assert getattr(found["lanes"], column) == getattr(found["serial"], column)
-    for client in range(4):
+    for client in range(2):
         for name, tensor in found["lanes"].state_dict(client).items():
             torch.testing.assert_close(tensor, found["serial"].state_dict(client)[name], rtol=1e-4, atol=1e-6)
 
@@ -157,7 +159,7 @@ def test_a_card_without_tiles_is_told_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Quadro")
     kernels._say.cache_clear()
     model, card = Model("cnn", (1, 28, 28), 10), torch.device("cuda")
-    with pytest.warns(UserWarning, match="no kernels tuned for Quadro, so the general path trains"):
+    with pytest.warns(UserWarning, match="no kernels are tuned for bf16 on Quadro, so the general path trains"):
         assert fused_for(model, 32, "bf16", card) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -175,12 +177,10 @@ def test_without_triton_it_is_told_once(monkeypatch):
 
 
 def test_tables_rise_and_end_with_any_number_of_lanes():
-    for precision in ("bf16", "tf32", "fp32"):
-        table = tiles_for((9, 0), precision)
-        lanes = [entry.lanes for entry in table]
-        assert lanes == sorted(lanes)
-        assert EXACT in lanes
-        assert lanes[-1] >= 1 << 20
+    lanes = [entry.lanes for entry in tiles_for((9, 0), "bf16")]
+    assert lanes == sorted(lanes)
+    assert EXACT in lanes
+    assert lanes[-1] >= 1 << 20
     assert tiles_for((8, 0), "bf16") is None
 
 

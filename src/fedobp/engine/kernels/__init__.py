@@ -40,7 +40,7 @@ def fused_for(model: Model, batch: int, precision: Precision, device: torch.devi
     tiles = tiles_for(torch.cuda.get_device_capability(device), precision)
     if tiles is None:
         name = torch.cuda.get_device_name(device)
-        _say(f"there are no kernels tuned for {name}, so the general path trains: see benchmarks/tune.py")
+        _say(f"no kernels are tuned for {precision} on {name}, so the general path trains: see docs/performance.md")
         return None
     try:
         from fedobp.engine.kernels.fused import Fused

@@ -1,6 +1,7 @@
 """Phases of the paper's CNN run by the fused kernels: lanes go in, a captured graph is replayed, lanes come out."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -22,6 +23,7 @@ _BLOCK = 1024
 _STRIDE = 8  # beyond EXACT, numbers of lanes are rounded up to a multiple of this: those asleep cost next to nothing
 _REPEAT = 8  # steps in a long graph
 _TEST_BATCH = 64
+_COMPILERS = 8
 
 
 def rounded(lanes: int) -> int:
@@ -122,6 +124,7 @@ class Fused:
             self._kept.pop((kind, data.x.data_ptr()), None)
             kept = _Kept(kind, samples, Buffers(kind, *room, self._splits(kind), self._device))
             self._kept[kind, data.x.data_ptr()] = kept
+            self._compile(kept)
         return kept
 
     def _splits(self, kind: Kind) -> tuple[int, int]:
@@ -132,6 +135,22 @@ class Fused:
     def _launches(self, kept: _Kept, lanes: int) -> Launches:
         tiles = next(tiles for tiles in self._tiles if lanes <= tiles.lanes)
         return launches(kept.kind, kept.buffers, tiles, lanes, lanes > EXACT, kept.samples)
+
+    def _compile(self, kept: _Kept) -> None:
+        """Launch once what buffers of this size may need, many at a time: what is not in Triton's cache is compiled."""
+        if self._device.type != "cuda":
+            return
+        needed: list[Callable[[], object]] = []
+        for before in (0, *(tiles.lanes for tiles in self._tiles)):
+            if before < kept.buffers.lanes:
+                needed += self._launches(kept, before + 1).values()
+
+        def launch(one: Callable[[], object]) -> None:
+            with torch.cuda.device(self._device):
+                one()
+
+        with ThreadPoolExecutor(_COMPILERS) as pool:
+            list(pool.map(launch, needed))
 
     def _graph(self, kept: _Kept, lanes: int, repeat: int) -> Callable[[], None]:
         """Return what takes so many steps: a captured graph, and the launches themselves where they are interpreted."""
@@ -145,8 +164,6 @@ class Fused:
 
             kept.graphs[lanes, repeat] = run
             if self._device.type == "cuda":
-                for launch in steps:  # compiles what is not yet in Triton's cache
-                    launch()
                 kept.graphs[lanes, repeat] = _captured(run).replay
         return kept.graphs[lanes, repeat]
 

@@ -79,10 +79,13 @@ class Buffers:
 
 
 def splits_of(shapes: Shapes, tiles: Tiles) -> tuple[int, int]:
-    """Return the numbers of partial sums: not more than there are tiles."""
+    """Return the numbers of partial sums, each of two tiles at least.
+
+    A loop of one tile is not pipelined, and Triton 3.6 then makes `conv1_backward` read beyond its shared memory.
+    """
     rows = shapes.batch * shapes.pooled1**2, shapes.batch * (2 * shapes.pooled2) ** 2
     sizes = tiles.conv1_backward.size, tiles.conv2_backward.depth
-    first, second = (min(n, -(-all // size)) for n, all, size in zip(tiles.splits, rows, sizes, strict=True))
+    first, second = (min(n, all // (2 * size)) for n, all, size in zip(tiles.splits, rows, sizes, strict=True))
     return first, second
 
 

@@ -47,17 +47,10 @@ _HOPPER = {
         Tiles(_MANY, Tile(64, 7, 4, 3), Tile(64, 0, 4, 4), Tile(64, 64, 4, 5), Tile(128, 0, 4, 2),
               Tile(64, 128, 4, 3), Tile(128, 64, 4, 3), Tile(32, 0, 4, 3), 2, (7, 2)),
     ),
-    "tf32": (
-        Tiles(EXACT, Tile(64, 1, 4, 2), Tile(32, 0, 4, 2), Tile(32, 64, 4, 3), Tile(64, 0, 4, 2), Tile(64, 64, 4, 2),
-              Tile(64, 32, 4, 2), Tile(32, 0, 4, 2), 1, (28, 12)),
-        Tiles(_MANY, Tile(64, 4, 4, 2), Tile(32, 0, 4, 2), Tile(32, 64, 4, 3), Tile(64, 0, 4, 2), Tile(64, 64, 4, 2),
-              Tile(64, 32, 4, 2), Tile(32, 0, 4, 2), 1, (7, 5)),
-    ),
 }  # fmt: skip
-_HOPPER["fp32"] = _HOPPER["tf32"]
 _DEVICES = {(9, 0): _HOPPER}
 
 
 def tiles_for(capability: tuple[int, int], precision: str) -> tuple[Tiles, ...] | None:
-    """Return a device's tile shapes, fewest lanes first; None for a device that nobody has tuned for."""
+    """Return a device's tile shapes, fewest lanes first; None where nobody has tuned them."""
     return _DEVICES.get(capability, {}).get(precision)
