@@ -1,4 +1,4 @@
-"""The fused kernels on the card. Run there with: PYTHONPATH=src python -m pytest tests/gpu/test_kernels.py"""
+"""The fused kernels on the card. Run there with: PYTHONPATH=src python -m pytest tests/gpu/test_kernels_cuda.py"""
 
 from dataclasses import replace
 
