@@ -360,6 +360,10 @@ CASES = {
         {"q": 0.9, "start": "literal"},
     ],
     "fedavg-ft": [{}, {"finetune": 0}, {"finetune": 2}],
+    "fedrep": [{}, {"base_epochs": 0}],
+    "fedbabu": [{}, {"finetune": 1, "tune": "head"}, {"finetune": 1, "tune": "base"}],
+    "ditto": [{}, {"personal_epochs": 2, "lam": 3.0}, {"personal_epochs": 0}],
+    "fedprox": [{}, {"mu": 2.0}],
 }  # fmt: skip
 ALL = [(method, options) for method in METHODS for options in CASES.get(method, [{}])]
 

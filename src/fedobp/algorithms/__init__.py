@@ -13,9 +13,13 @@ from fedobp.algorithms.base import (
     Tensors,
     Train,
 )
+from fedobp.algorithms.ditto import Ditto
 from fedobp.algorithms.fedavg import FedAvg, FedAvgFT, FedAvgLast
+from fedobp.algorithms.fedbabu import FedBABU
 from fedobp.algorithms.fedobp import FedOBP
 from fedobp.algorithms.fedper import FedPer
+from fedobp.algorithms.fedprox import FedProx
+from fedobp.algorithms.fedrep import FedRep
 from fedobp.algorithms.local import LocalOnly
 from fedobp.errors import unknown
 
@@ -25,7 +29,8 @@ __all__ = [
 ]  # fmt: skip
 
 METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (FedOBP, FedAvg, FedAvgFT, FedAvgLast, LocalOnly, FedPer)
+    method.name: method
+    for method in (FedOBP, FedAvg, FedAvgFT, FedAvgLast, LocalOnly, FedPer, FedRep, FedBABU, Ditto, FedProx)
 }
 
 

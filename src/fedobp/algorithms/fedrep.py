@@ -1,0 +1,29 @@
+"""FedRep (Collins et al., Exploiting Shared Representations for Personalized Federated Learning, ICML 2021).
+
+FedPer whose two parts take turns: first the private head is trained with the base frozen, then the shared base with the
+head frozen. Its authors train 10 head epochs and 1 base epoch (CIFAR), batches of 10, momentum 0.5, and let every
+client tune its head once more at the end; here both parts share the common budget of local epochs, 4 and 1 of 5.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedobp.algorithms.base import Moment, Program, Train, option
+from fedobp.algorithms.fedper import FedPer, join_parts, keep_head
+from fedobp.models import Model
+
+
+@dataclass(frozen=True)
+class FedRep(FedPer):
+    """A shared base, a private head, trained one after the other."""
+
+    name: ClassVar[str] = "fedrep"
+    summary: ClassVar[str] = "shared base, private head: first the head is trained, then the base"
+    paper: ClassVar[str] = "Collins et al., Exploiting Shared Representations for Personalized FL, ICML 2021"
+
+    base_epochs: int = option(1, "local epochs for the base, after the head's; 1 is the authors' own", low=0)
+
+    def local(self, model: Model, now: Moment) -> Program:
+        """Spend the local epochs on the head, and the last of them on the base."""
+        base = min(self.base_epochs, now.epochs)
+        return [join_parts, Train(now.epochs - base, part="head"), Train(base, part="base"), keep_head]

@@ -1,0 +1,43 @@
+"""Ditto with two clients, worked out by hand: one model is shared, the other is held near it and used."""
+
+import torch
+from walk import moment, row, vector, walk
+
+from fedobp.algorithms import METHODS, Train
+
+METHOD = METHODS["ditto"]()
+NOW = moment(0, 1)
+
+
+def test_two_rounds_by_hand():
+    server, rows, own = METHOD.begin(None, vector(1, 2))
+    owns = [own, own]
+    for shared in ([2, 5], [3, 8]):
+        down, rows = METHOD.send(None, NOW, server, rows)
+        done = []
+        for client, step in ((0, vector(4, 0)), (1, vector(0, 4))):
+            steps = [step, vector(10, 20) * (client + 1)]
+            state, phases = walk(None, METHOD.local(None, NOW), owns[client], row(down, client), steps)
+            assert phases == [Train(5), Train(1, learn=("personal",), pull=("received", "lam"))]
+            assert state.work["received"].equal(down["theta"][client])  # the anchor is the model as received
+            assert list(state.up) == ["theta"]
+            owns[client] = state.own
+            done.append(state.up["theta"])
+        server, rows = METHOD.receive(None, NOW, server, rows, {"theta": torch.stack(done)}, torch.tensor([1, 3]))
+        assert server["theta"].tolist() == shared
+    assert [one["personal"].tolist() for one in owns] == [[21, 42], [41, 82]]
+    served, _ = walk(None, METHOD.serve(None, NOW), owns[1], {"theta": server["theta"]}, [])
+    assert served.theta.tolist() == [41, 82]
+    assert served.work["mine"].all()
+
+
+def test_a_client_never_selected_uses_theta_0():
+    own = METHOD.begin(None, vector(1, 2)).own
+    served, _ = walk(None, METHOD.serve(None, NOW), own, {"theta": vector(7, 8)}, [])
+    assert served.theta.tolist() == [1, 2]
+
+
+def test_its_numbers():
+    assert METHOD.floats() == {"lam": 1.0}
+    program = METHODS["ditto"](personal_epochs=3).local(None, NOW)
+    assert [item.epochs for item in program if isinstance(item, Train)] == [5, 3]

@@ -1,0 +1,47 @@
+"""FedBABU with two clients, worked out by hand: the head waits at theta^0 until a client fine-tunes it for use."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from walk import moment, row, vector, walk
+
+from fedobp.algorithms import METHODS, Train
+from fedobp.models import NETS, Model, register
+
+METHOD = METHODS["fedbabu"]
+NOW = moment(0, 1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Entries: base 0 and 1, head 2, 3 and 4."""
+    layers = OrderedDict(fc=nn.Linear(1, 2, bias=False), classifier=nn.Linear(2, 1))
+    register("tiny-fedbabu")(lambda shape, classes: nn.Sequential(layers))
+    yield Model("tiny-fedbabu", (1,), 1)
+    del NETS["tiny-fedbabu"]
+
+
+def test_a_round_by_hand(model):
+    method = METHOD()
+    server, rows, own = method.begin(model, vector(1, 2, 3, 4, 5))
+    down, rows = method.send(model, NOW, server, rows)
+    owns, bases = [], []
+    for client, step in ((0, vector(4, 0, 0, 0, 0)), (1, vector(0, 4, 0, 0, 0))):
+        state, phases = walk(model, method.local(model, NOW), own, row(down, client), [step])
+        assert phases == [Train(5, part="base")]
+        owns.append(state.own)
+        bases.append(state.up["base"])
+    assert [one["head"].tolist() for one in owns] == [[3, 4, 5]] * 2
+    server, rows = method.receive(model, NOW, server, rows, {"base": torch.stack(bases)}, torch.tensor([1, 3]))
+    down, _ = method.send(model, NOW, server, rows)
+    served, phases = walk(model, method.serve(model, NOW), owns[0], row(down, 0), [vector(1, 1, 1, 1, 1)])
+    assert phases == [Train(5, part="all")]
+    assert served.theta.tolist() == [3, 6, 4, 5, 6]
+    assert served.work["mine"].all()
+
+
+def test_what_is_fine_tuned_and_for_how_long_is_an_option(model):
+    program = METHOD(finetune=2, tune="head").serve(model, NOW)
+    assert [item for item in program if isinstance(item, Train)] == [Train(2, part="head")]

@@ -1,0 +1,49 @@
+"""FedRep with two clients, worked out by hand: head and base take turns, the head never crosses the wire."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from walk import moment, row, vector, walk
+
+from fedobp.algorithms import METHODS, Train
+from fedobp.models import NETS, Model, register
+
+METHOD = METHODS["fedrep"]
+NOW = moment(0, 1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Entries: base 0 and 1, head 2, 3 and 4."""
+    layers = OrderedDict(fc=nn.Linear(1, 2, bias=False), classifier=nn.Linear(2, 1))
+    register("tiny-fedrep")(lambda shape, classes: nn.Sequential(layers))
+    yield Model("tiny-fedrep", (1,), 1)
+    del NETS["tiny-fedrep"]
+
+
+def test_a_round_by_hand(model):
+    method = METHOD()
+    server, rows, own = method.begin(model, vector(1, 2, 3, 4, 5))
+    down, rows = method.send(model, NOW, server, rows)
+    heads, bases = [], []
+    for client, base in ((0, vector(4, 0, 0, 0, 0)), (1, vector(0, 4, 0, 0, 0))):
+        steps = [vector(0, 0, 1, 1, 1), base]
+        state, phases = walk(model, method.local(model, NOW), own, row(down, client), steps)
+        assert phases == [Train(4, part="head"), Train(1, part="base")]
+        assert list(state.up) == ["base"]
+        heads.append(state.own["head"].tolist())
+        bases.append(state.up["base"])
+    assert heads == [[4, 5, 6], [4, 5, 6]]
+    server, _ = method.receive(model, NOW, server, rows, {"base": torch.stack(bases)}, torch.tensor([1, 3]))
+    assert server["theta"].tolist() == [2, 5, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("epochs", "base", "spent"), [(5, 2, (3, 2)), (5, 0, (5, 0)), (1, 3, (0, 1))])
+def test_both_parts_share_the_local_epochs(model, epochs, base, spent):
+    program = METHOD(base_epochs=base).local(model, moment(0, epochs=epochs))
+    assert [(item.part, item.epochs) for item in program if isinstance(item, Train)] == [
+        ("head", spent[0]),
+        ("base", spent[1]),
+    ]
