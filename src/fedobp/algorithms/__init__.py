@@ -21,6 +21,7 @@ from fedobp.algorithms.fedper import FedPer
 from fedobp.algorithms.fedprox import FedProx
 from fedobp.algorithms.fedrep import FedRep
 from fedobp.algorithms.local import LocalOnly
+from fedobp.algorithms.scaffold import Scaffold
 from fedobp.errors import unknown
 
 __all__ = [
@@ -30,7 +31,7 @@ __all__ = [
 
 METHODS: dict[str, type[Method]] = {
     method.name: method
-    for method in (FedOBP, FedAvg, FedAvgFT, FedAvgLast, LocalOnly, FedPer, FedRep, FedBABU, Ditto, FedProx)
+    for method in (FedOBP, FedAvg, FedAvgFT, FedAvgLast, LocalOnly, FedPer, FedRep, FedBABU, Ditto, FedProx, Scaffold)
 }
 
 

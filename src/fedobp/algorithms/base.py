@@ -48,6 +48,9 @@ class Client:
     work: Tensors  # scratch, forgotten after the program; the model in use is work["theta"]
     up: Record  # what `receive` will get
     hp: Tensors  # lr, momentum, weight_decay and the method's float options, as 0-d tensors
+    data: Tensors = field(
+        default_factory=dict
+    )  # n: training samples, counts: of each label, steps: of the last `Train`
 
     @property
     def theta(self) -> Tensor:

@@ -18,9 +18,7 @@ class FedBABU(FedPer):
     """A shared base under a head that is frozen until use."""
 
     name: ClassVar[str] = "fedbabu"
-    summary: ClassVar[str] = (
-        "only the base is trained and shared; each client fine-tunes the model before use"
-    )
+    summary: ClassVar[str] = "only the base is trained and shared; each client fine-tunes the model before use"
     paper: ClassVar[str] = "Oh et al., FedBABU, ICLR 2022"
 
     finetune: int = option(5, "epochs of fine-tuning before use; 5 is the authors' default", low=0)

@@ -26,9 +26,7 @@ class FedProx(FedAvg):
     summary: ClassVar[str] = "FedAvg whose clients are pulled back to the model that they were sent"
     paper: ClassVar[str] = "Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020"
 
-    mu: float = option(
-        0.01, "strength of the pull; the default of the framework behind the paper's tables", low=0
-    )
+    mu: float = option(0.01, "strength of the pull; the default of the framework behind the paper's tables", low=0)
 
     def local(self, model: Model, now: Moment) -> Program:
         """Train the global model, held near itself."""

@@ -51,6 +51,8 @@ class FederatedData:
         device = self.x.device
         self.clients = len(shards)
         self._index = {split: _Index([getattr(shard, split) for shard in shards], device) for split in _SPLITS}
+        counts = [np.bincount(dataset.y[shard.train], minlength=self.classes) for shard in shards]
+        self.label_counts = torch.as_tensor(np.stack(counts)).to(device)  # [clients, classes], of the training parts
         self.unit, mean, std = _scaling(dataset, shards)
         axes = (1, -1, *[1] * (self.x.ndim - 2))
         self._labels = dataset.labels
@@ -92,7 +94,7 @@ class FederatedData:
 
     def counts(self, client: int) -> Tensor:
         """Return how often each label occurs in a client's training part."""
-        return torch.bincount(self.targets(client, "train"), minlength=self.classes)
+        return self.label_counts[client]
 
 
 def _scaling(dataset: Dataset, shards: Sequence[Shard]) -> tuple[float, np.ndarray, np.ndarray]:

@@ -215,17 +215,22 @@ class Lanes:
         people, like, cohort = task.people, task.people.data.mean, task.now.cohort
         keys = _keys(task, purpose)
         loss = like.new_full((len(cohort),), math.nan)
+        sizes = [people.data.size(client, "train") for client in cohort.tolist()]
+        n = send(sizes, like.device)
         client = Client(
             own=people.own.gather(cohort.tolist()),
             down={name: poisoned(value) for name, value in task.down.items()},
             work={},
             up={},
             hp={name: like.new_full((len(cohort),), value) for name, value in task.hp.items()},
+            data={"n": n, "counts": people.data.label_counts[send(cohort, like.device)], "steps": torch.zeros_like(n)},
         )
         for at, item in enumerate(task.program):
             if isinstance(item, Train):
                 trained, losses = yield _Phase(task, item, client, fold(keys, at))
-                client, loss = client.set(**trained), losses if item.epochs else loss
+                steps = send([item.epochs * batches_of(size, self._batch) for size in sizes], like.device)
+                client = replace(client.set(**trained), data={**client.data, "steps": steps})
+                loss = losses if item.epochs else loss
             else:
                 client = self._vectorised(item, client)
         return client, loss
@@ -233,11 +238,11 @@ class Lanes:
     def _vectorised(self, function: Callable[[Model, Client], Client], client: Client) -> Client:
         """Call a function of one client on all of them."""
 
-        def one(own: Tensors, down: Record, work: Tensors, up: Record, hp: Tensors) -> Any:
-            after = function(self._model, Client(own, down, work, up, hp))
+        def one(own: Tensors, down: Record, work: Tensors, up: Record, hp: Tensors, data: Tensors) -> Any:
+            after = function(self._model, Client(own, down, work, up, hp, data))
             return after.own, after.work, after.up
 
-        own, work, up = vmap(one)(client.own, client.down, client.work, client.up, client.hp)
+        own, work, up = vmap(one)(client.own, client.down, client.work, client.up, client.hp, client.data)
         return replace(client, own=own, work=work, up=up)
 
     # Training.
@@ -322,11 +327,13 @@ class Lanes:
         loss_of, first = item.loss, item.learn[0]
         assert loss_of is not None
 
-        def one(learned: Tensors, own: Tensors, down: Record, work: Tensors, hp: Tensors, batch: Batch) -> Tensor:
-            return loss_of(self._model, Client(own, down, {**work, **learned}, {}, hp), batch)
+        def one(
+            learned: Tensors, own: Tensors, down: Record, work: Tensors, hp: Tensors, data: Tensors, batch: Batch
+        ) -> Tensor:
+            return loss_of(self._model, Client(own, down, {**work, **learned}, {}, hp, data), batch)
 
         step_of: Callable[..., Any] = vmap(grad_and_value(one))
-        state = [_stacked(lanes, home) for home in ("own", "down", "work", "hp")]
+        state = [_stacked(lanes, home) for home in ("own", "down", "work", "hp", "data")]
         learned = {name: state[2][name].clone() for name in item.learn}
         rules = {name: _rule(lanes, learned[name].shape[1], special=name == first) for name in item.learn}
         if item.part != "all":

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +80,9 @@ class Serial:
         """Run one client's program: this is also all that a remote node does."""
         people, like = task.people, task.people.data.mean
         hp = {name: like.new_tensor(value) for name, value in task.hp.items()}
-        state = Client(own=people.own[client], down=_at(task.down, position), work={}, up={}, hp=hp)
+        counts = people.data.counts(client)
+        about = {"n": counts.sum(), "counts": counts, "steps": torch.zeros_like(counts.sum())}
+        state = Client(own=people.own[client], down=_at(task.down, position), work={}, up={}, hp=hp, data=about)
         key = fold(people.seed, task.now.round, client, purpose)
         loss = like.new_tensor(math.nan)
         for phase, item in enumerate(task.program):
@@ -93,6 +96,7 @@ class Serial:
                 with steady(self._precision, self._threads), self._autocast(like):
                     state, losses = sgd(self._model, self._module(like), state, item, data)
                 loss = torch.stack(losses).mean() if losses else loss
+                state = replace(state, data={**about, "steps": torch.full_like(about["n"], len(losses))})
                 seen = item.epochs * (len(y) - (len(y) % self._batch == 1))
                 self.counters += Counters(len(losses), seen, seen)
             else:
