@@ -123,7 +123,7 @@ def test_what_a_program_sees_cannot_be_changed_in_place(thing, field):
 def test_methods_are_known_by_their_names():
     assert set(METHODS) == {
         "fedobp", "fedavg", "fedavg-ft", "fedavg-last", "local", "fedper", "fedrep", "fedbabu", "ditto", "fedprox",
-        "scaffold",
+        "scaffold", "lg-fedavg", "pspfl",
     }  # fmt: skip
     assert all(method_class(name) is cls and cls.name == name for name, cls in METHODS.items())
 

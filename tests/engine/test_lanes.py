@@ -364,6 +364,8 @@ CASES = {
     "fedbabu": [{}, {"finetune": 1, "tune": "head"}, {"finetune": 1, "tune": "base"}],
     "ditto": [{}, {"personal_epochs": 2, "lam": 3.0}, {"personal_epochs": 0}],
     "fedprox": [{}, {"mu": 2.0}],
+    "lg-fedavg": [{}, {"mode": "as-published"}],
+    "pspfl": [{}, {"keep": 0.9, "share": 0.2}],
 }  # fmt: skip
 ALL = [(method, options) for method in METHODS for options in CASES.get(method, [{}])]
 

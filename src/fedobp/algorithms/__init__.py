@@ -20,7 +20,9 @@ from fedobp.algorithms.fedobp import FedOBP
 from fedobp.algorithms.fedper import FedPer
 from fedobp.algorithms.fedprox import FedProx
 from fedobp.algorithms.fedrep import FedRep
+from fedobp.algorithms.lg_fedavg import LGFedAvg
 from fedobp.algorithms.local import LocalOnly
+from fedobp.algorithms.pspfl import PSPFL
 from fedobp.algorithms.scaffold import Scaffold
 from fedobp.errors import unknown
 
@@ -31,7 +33,21 @@ __all__ = [
 
 METHODS: dict[str, type[Method]] = {
     method.name: method
-    for method in (FedOBP, FedAvg, FedAvgFT, FedAvgLast, LocalOnly, FedPer, FedRep, FedBABU, Ditto, FedProx, Scaffold)
+    for method in (
+        FedOBP,
+        FedAvg,
+        FedAvgFT,
+        FedAvgLast,
+        LocalOnly,
+        FedPer,
+        FedRep,
+        LGFedAvg,
+        FedBABU,
+        Ditto,
+        FedProx,
+        Scaffold,
+        PSPFL,
+    )
 }
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedobp.errors import FedobpError, unknown
-from fedobp.models.layout import Layout
+from fedobp.models.layout import Inside, Layout
 from fedobp.models.nets import NETS, register
 
-__all__ = ["NETS", "Layout", "Model", "register"]
+__all__ = ["NETS", "Inside", "Layout", "Model", "register"]
 
 
 class Model:

@@ -1,6 +1,6 @@
 """One model is one flat vector; the layout knows where each tensor and each part (head, base) lies in it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -8,6 +8,8 @@ from math import prod
 
 import torch
 from torch import Tensor
+
+Inside = Callable[[str], bool]  # says of a tensor's name whether it belongs to a part
 
 HEAD = "classifier."  # a model's last layer is called `classifier`; all else is its base
 
@@ -40,12 +42,11 @@ class Layout:
         """Say whether a tensor belongs to the head."""
         return name.startswith(HEAD)
 
-    @cached_property
-    def _runs(self) -> list[tuple[bool, int]]:
-        """The vector as alternating stretches: (belongs to the head, length)."""
+    def _runs(self, inside: Inside) -> list[tuple[bool, int]]:
+        """Return the vector as alternating stretches: (belongs to the part, length)."""
         tensors = zip(self.names, self.sizes, strict=True)
-        groups = groupby(tensors, key=lambda tensor: self.in_head(tensor[0]))
-        return [(head, sum(size for _, size in group)) for head, group in groups]
+        groups = groupby(tensors, key=lambda tensor: inside(tensor[0]))
+        return [(part, sum(size for _, size in group)) for part, group in groups]
 
     def views(self, theta: Tensor) -> dict[str, Tensor]:
         """Return the tensors as views of a vector; leading axes stay in front."""
@@ -66,20 +67,24 @@ class Layout:
 
     def is_head(self, device: torch.device | None = None) -> Tensor:
         """Return the mask of the head's entries."""
-        return torch.cat([torch.full((size,), head, device=device) for head, size in self._runs])
+        return self.mask(self.in_head, device)
 
-    def split(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (base, head), each a shorter vector; leading axes stay in front."""
-        pieces = theta.split([size for _, size in self._runs], dim=-1)
-        parts = zip(self._runs, pieces, strict=True)
+    def mask(self, inside: Inside, device: torch.device | None = None) -> Tensor:
+        """Return the mask of a part's entries: those of the tensors whose names `inside` says yes to."""
+        return torch.cat([torch.full((size,), part, device=device) for part, size in self._runs(inside)])
+
+    def split(self, theta: Tensor, inside: Inside | None = None) -> tuple[Tensor, Tensor]:
+        """Return (rest, part), each a shorter vector; leading axes stay in front. The part is the head unless named."""
+        runs = self._runs(inside or self.in_head)
         chosen: dict[bool, list[Tensor]] = {False: [], True: []}
-        for (head, _), piece in parts:
-            chosen[head].append(piece)
+        for (part, _), piece in zip(runs, theta.split([size for _, size in runs], dim=-1), strict=True):
+            chosen[part].append(piece)
         empty = theta[..., :0]
         return torch.cat([empty, *chosen[False]], dim=-1), torch.cat([empty, *chosen[True]], dim=-1)
 
-    def join(self, base: Tensor, head: Tensor) -> Tensor:
-        """Return the vector made of (base, head): the inverse of `split`."""
-        sizes = {part: [size for is_head, size in self._runs if is_head == part] for part in (False, True)}
-        pieces = {False: iter(base.split(sizes[False], dim=-1)), True: iter(head.split(sizes[True], dim=-1))}
-        return torch.cat([next(pieces[is_head]) for is_head, _ in self._runs], dim=-1)
+    def join(self, rest: Tensor, part: Tensor, inside: Inside | None = None) -> Tensor:
+        """Return the vector made of (rest, part): the inverse of `split`."""
+        runs = self._runs(inside or self.in_head)
+        sizes = {which: [size for one, size in runs if one == which] for which in (False, True)}
+        pieces = {False: iter(rest.split(sizes[False], dim=-1)), True: iter(part.split(sizes[True], dim=-1))}
+        return torch.cat([next(pieces[which]) for which, _ in runs], dim=-1)

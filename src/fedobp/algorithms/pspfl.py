@@ -1,0 +1,77 @@
+"""PSPFL (IEEE 10472079), a reconstruction: neither text nor code of it could be obtained.
+
+Rebuilt from the FedOBP paper's sentence and from its authors' port. When a client receives the global model, it keeps
+its own last value wherever |theta_i - theta_g| is above the `keep` quantile; after training it sends what changed
+little: entries whose local change |before - after| is at most the `share` quantile. Where nobody sent an entry the
+global value stays; elsewhere senders are averaged by their samples, all others counting as the old global value.
+Scores are the client's own business here, because it uploads only a part of its model.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedobp.algorithms.base import (
+    Client,
+    Moment,
+    Program,
+    Record,
+    Sparse,
+    Start,
+    Tensors,
+    Train,
+    average,
+    dense,
+    option,
+)
+from fedobp.algorithms.fedavg import FedAvg
+from fedobp.importance import above
+from fedobp.models import Model
+
+
+@dataclass(frozen=True)
+class PSPFL(FedAvg):
+    """Entries far from the global model stay personal, entries that move far are not sent."""
+
+    name: ClassVar[str] = "pspfl"
+    summary: ClassVar[str] = "a reconstruction: keeps what is far from the global model, sends what changed little"
+    paper: ClassVar[str] = "IEEE 10472079; reconstructed, its text could not be obtained"
+
+    keep: float = option(
+        0.5, "quantile above which a client keeps its own value; swept over .1 to .9 there", low=0, high=1
+    )
+    share: float = option(0.5, "quantile up to which trained values are sent; swept over .1 to .9 there", low=0, high=1)
+
+    def begin(self, model: Model, theta: Tensor) -> Start:
+        """Each client holds its last model, once it has one."""
+        never = theta.new_zeros((), dtype=torch.bool)
+        return Start(server={"theta": theta}, row={}, own={"theta": theta, "seen": never})
+
+    def local(self, model: Model, now: Moment) -> Program:
+        """Merge, train everything, send what changed little."""
+        return [self._merge, Train(now.epochs), self._send_back]
+
+    def receive(
+        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
+    ) -> tuple[Tensors, Tensors]:
+        """Average; what a client did not send is the old global value."""
+        sent = up["theta"]
+        assert isinstance(sent, Sparse)
+        return {"theta": average(sent.fill(server["theta"]), n)}, rows
+
+    def serve(self, model: Model, now: Moment) -> Program:
+        """Use the merged model."""
+        return [self._merge]
+
+    def _merge(self, model: Model, client: Client) -> Client:
+        shared, own, seen = dense(client.down, "theta"), client.own["theta"], client.own["seen"]
+        mine = above((own - shared).abs(), self.keep) & seen
+        merged = torch.where(mine, own, shared)
+        return client.set(theta=merged, begun=merged, mine=mine)
+
+    def _send_back(self, model: Model, client: Client) -> Client:
+        still = ~above((client.theta - client.work["begun"]).abs(), self.share)
+        client = client.remember(theta=client.theta, seen=torch.ones_like(client.own["seen"]))
+        return client.upload(theta=Sparse(client.theta, still))
