@@ -54,7 +54,7 @@ def compiled(self, *args, grid, warmup, **options):
     # Triton 3.6 makes this kernel read beyond its shared memory where operands do not come by asynchronous copies.
     text = kernel.asm["ttgir"]
     for place in re.findall(r"^(#\w+) = #ttg.nvmma_shared", text, re.MULTILINE):
-        if self.__name__ == "conv1_backward" and re.search(rf"local_alloc %\S+ : .*{place}, #smem", text):
+        if self.__name__ == "weights_backward" and re.search(rf"local_alloc %\S+ : .*{place}, #smem", text):
             wrong.append(f"{about} is not pipelined")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(kernel.asm["ptx"])

@@ -81,10 +81,10 @@ class Buffers:
 def splits_of(shapes: Shapes, tiles: Tiles) -> tuple[int, int]:
     """Return the numbers of partial sums, each of two tiles at least.
 
-    A loop of one tile is not pipelined, and Triton 3.6 then makes `conv1_backward` read beyond its shared memory.
+    A loop of one tile is not pipelined, and Triton 3.6 then makes `conv1_weights` read beyond its shared memory.
     """
     rows = shapes.batch * shapes.pooled1**2, shapes.batch * (2 * shapes.pooled2) ** 2
-    sizes = tiles.conv1_backward.size, tiles.conv2_backward.depth
+    sizes = tiles.weights_backward[:2]
     first, second = (min(n, all // (2 * size)) for n, all, size in zip(tiles.splits, rows, sizes, strict=True))
     return first, second
 
@@ -147,25 +147,25 @@ def launches(kind: Kind, at: Buffers, tiles: Tiles, lanes: int, padded: bool, sa
             size, batch, features, pooled2, columns, depth, kind.rule, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
-    def conv2_backward() -> None:
-        rows1, rows2, warps, stages = tiles.conv2_backward
-        inputs = -(-(batch * (pooled1 // tiles.side) ** 2) // rows1)
-        backward.conv2_backward[inputs + 5 * splits2, lanes](
-            at.count, at.awake, at.pooled1, at.d2, at.flipped, at.d1, at.sums2,
-            batch, pooled1, pooled2, tiles.side, rows1, splits2, rows2, padded, product,
+    def conv2_inputs() -> None:
+        rows, block, warps, stages = tiles.conv2_inputs
+        backward.conv2_inputs[-(-(batch * (pooled1 // block) ** 2) // rows), lanes](
+            at.d2, at.flipped, at.d1, at.count,
+            batch, pooled1, pooled2, block, rows, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
-    def conv1_backward() -> None:
-        rows, _, warps, stages = tiles.conv1_backward
-        backward.conv1_backward[splits1, lanes](
-            at.x, at.count, at.d1, at.arg1, at.sums1,
-            batch, side, pooled1, splits1, rows, padded, product,
+    def weights_backward() -> None:
+        rows1, rows2, warps, stages = tiles.weights_backward
+        backward.weights_backward[splits1 + 5 * splits2, lanes](
+            at.x, at.count, at.awake, at.pooled1, at.d1, at.d2, at.arg1, at.sums1, at.sums2,
+            batch, side, pooled1, pooled2, splits1, rows1, splits2, rows2, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
     steps: Launches = {"conv1": conv1, "conv2": conv2, "dense": dense}
     steps["head" if learns else "answer"] = head if learns else answer
     if kind.base:
-        steps |= {"dense_backward": dense_backward, "conv2_backward": conv2_backward, "conv1_backward": conv1_backward}
+        base = {"dense_backward": dense_backward, "conv2_inputs": conv2_inputs, "weights_backward": weights_backward}
+        steps |= base
     return steps | {"update": lambda: _update(kind, at, lanes, (splits1, splits2), kind.base, padded, samples)}
 
 
