@@ -204,9 +204,9 @@ def conv1_weights(
 ):  # fmt: skip
     """Compute conv1's weight gradient over one split of the rows: pixels of its pooled map.
 
-    The gradients that belong to the upper (then the lower) two positions of a pooling window, left and right side by
-    side, meet the image there: [2 x 32, rows] x [rows, 5 kernel rows of 8 pixels x 4 channels]. What the right one
-    finds is one pixel further right. sums[split] is [5*32 + 1, 2*32], the bias last.
+    The gradients that belong to the upper (then the lower) two positions of a pooling window meet the image there:
+    [32 x left and right, rows] x [rows, 5 kernel rows of 8 pixels x 4 channels]. What the right one finds is one pixel
+    further right. sums[split] is [5*32, 32*2], and the bias after it.
     """
     ALL: tl.constexpr = B * P * P
     TILES: tl.constexpr = (ALL + ROWS * SPLITS - 1) // (ROWS * SPLITS)
@@ -216,27 +216,28 @@ def conv1_weights(
     upper = (most // 32) * (H * 4) + most % 32  # four kernel rows; the fifth comes by itself
     z1 = tl.zeros((64, 128), tl.float32)
     z2 = tl.zeros((64, 32), tl.float32)
-    bias = tl.zeros((64,), tl.float32)
+    bias = tl.zeros((32,), tl.float32)
     for i in range(TILES):
         row = (split * TILES + i) * ROWS + tl.arange(0, ROWS)
         real = row < ALL
         pixel = tl.where(real, row, 0)
-        at = lane * (ALL * 32) + pixel[:, None] * 32 + (m % 32)[None, :]
+        at = lane * (ALL * 32) + pixel[:, None] * 32 + n[None, :]
         g = tl.load(d1 + at)
         where = tl.where(real[:, None], tl.load(arg + at), 4)
+        bias += tl.sum(tl.where(where < 4, g, 0.0).to(tl.float32), 0)
         image, pixel = pixel // (P * P), pixel % (P * P)
         corner = ((image * H + (pixel // P) * 2) * H + (pixel % P) * 2) * 4
         patch = x + lane * (B * H * H * 4) + corner[:, None]
         for qy in tl.static_range(2):
-            both = tl.where(where == (2 * qy + m // 32)[None, :], g, 0.0)
-            bias += tl.sum(both.to(tl.float32), 0)
-            z1 = tl.dot(tl.trans(both), tl.load(patch + (qy * H * 4 + upper)[None, :]), z1, input_precision=PRECISION)
-            fifth = tl.load(patch + ((qy + 4) * H * 4 + n)[None, :])
-            z2 = tl.dot(tl.trans(both), fifth, z2, input_precision=PRECISION)
+            left = tl.where(where == 2 * qy, g, 0.0)
+            right = tl.where(where == 2 * qy + 1, g, 0.0)
+            both = tl.trans(tl.reshape(tl.join(left, right), (ROWS, 64)))
+            z1 = tl.dot(both, tl.load(patch + (qy * H * 4 + upper)[None, :]), z1, input_precision=PRECISION)
+            z2 = tl.dot(both, tl.load(patch + ((qy + 4) * H * 4 + n)[None, :]), z2, input_precision=PRECISION)
     to = sums + (lane * SPLITS + split) * (161 * 64)
     tl.store(to + most[:, None] * 64 + m[None, :], tl.trans(z1))
     tl.store(to + (128 + n)[:, None] * 64 + m[None, :], tl.trans(z2))
-    tl.store(to + 160 * 64 + m, bias)
+    tl.store(to + 160 * 64 + n, bias)
 
 
 @triton.jit
@@ -311,10 +312,10 @@ def update(
             real = (k1 < 20)[:, None] & (n1 < 32)[None, :]
             if SPLITS1:
                 g1 = tl.zeros((4, 32), tl.float32)
-                left = sums1 + lane * (SPLITS1 * 161 * 64) + (dy * 32 + k1[:, None]) * 64 + n1[None, :]
+                left = sums1 + lane * (SPLITS1 * 161 * 64) + (dy * 32 + k1[:, None]) * 64 + n1[None, :] * 2
                 for s in tl.static_range(SPLITS1):
                     g1 += tl.load(left + s * (161 * 64), mask=real, other=0.0)
-                    g1 += tl.load(left + s * (161 * 64) + 4 * 64 + 32, mask=real, other=0.0)
+                    g1 += tl.load(left + s * (161 * 64) + 4 * 64 + 1, mask=real, other=0.0)
                 w1 = moved(g1, at1, theta, velocity, anchor, drift, moving, lane_numbers, RULE)
                 tl.store(theta + at1, w1)
             else:
@@ -334,7 +335,6 @@ def update(
             ga = tl.zeros((32,), tl.float32)
             for s in tl.static_range(SPLITS1):
                 ga += tl.load(sums1 + (lane * SPLITS1 + s) * (161 * 64) + 160 * 64 + mm)
-                ga += tl.load(sums1 + (lane * SPLITS1 + s) * (161 * 64) + 160 * 64 + 32 + mm)
             ata = mine + B1 + mm
             tl.store(theta + ata, moved(ga, ata, theta, velocity, anchor, drift, moving, lane_numbers, RULE))
     else:

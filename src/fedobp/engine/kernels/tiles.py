@@ -46,7 +46,14 @@ _HOPPER = {
         Tiles(_MANY, Tile(64, 7, 4, 3), Tile(64, 0, 4, 4), Tile(64, 64, 4, 5), Tile(128, 0, 4, 2),
               Tile(64, 128, 4, 3), Tile(128, 2, 4, 3), Tile(32, 64, 4, 3), (7, 2)),
     ),
+    "tf32": (
+        Tiles(EXACT, Tile(64, 1, 4, 2), Tile(32, 0, 4, 2), Tile(32, 64, 4, 3), Tile(64, 0, 4, 2), Tile(64, 64, 4, 2),
+              Tile(64, 1, 4, 2), Tile(32, 32, 4, 2), (28, 12)),
+        Tiles(_MANY, Tile(64, 4, 4, 2), Tile(32, 0, 4, 2), Tile(32, 64, 4, 3), Tile(64, 0, 4, 2), Tile(64, 64, 4, 2),
+              Tile(64, 2, 4, 2), Tile(32, 32, 4, 2), (7, 5)),
+    ),
 }  # fmt: skip
+_HOPPER["fp32"] = _HOPPER["tf32"]  # a check, not a race
 _DEVICES = {(9, 0): _HOPPER}
 
 
