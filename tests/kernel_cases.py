@@ -64,7 +64,7 @@ class Problem:
         self.theta = torch.stack([self.model.initial(seed) for seed in range(lanes)])
         self.ids = torch.randint(0, SAMPLES, (most, lanes, case.batch), generator=draw)
         self.counts = torch.tensor(case.counts).t().contiguous()
-        column = lambda values: torch.tensor(values)[:lanes, None]  # noqa: E731
+        column = lambda values: torch.tensor([values[lane % 3] for lane in range(lanes)])[:, None]  # noqa: E731
         near = lambda: self.theta + 0.05 * torch.randn(lanes, size, generator=draw)  # noqa: E731
         self.numbers = {"lr": column(LR), "momentum": column(MOMENTUM), "decay": column(DECAY), "pull": column(PULL)}
         self.vectors = {

@@ -121,12 +121,21 @@ def test_clients_run_in_lanes_unless_asked_otherwise():
     assert Config(engine="serial").engine == "serial"
 
 
-@pytest.mark.parametrize(("there", "precision"), [(True, "bf16"), (False, "fp32")])
-def test_the_precision_follows_the_device_unless_given(monkeypatch, there, precision):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: there)
-    assert Config().precision == precision
-    assert Config(precision="fp64").precision == "fp64"
-    assert Config(device="cpu").precision == "fp32"
+@pytest.mark.parametrize(
+    ("card", "able", "given", "precision"),
+    [
+        (False, False, {}, "fp32"),
+        (True, True, {}, "bf16"),
+        (True, False, {}, "fp32"),
+        (True, True, {"engine": "serial"}, "fp32"),
+        (True, True, {"device": "cpu"}, "fp32"),
+        (True, True, {"precision": "tf32"}, "tf32"),
+    ],
+)
+def test_the_precision_follows_the_machine_unless_given(monkeypatch, card, able, given, precision):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: card)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: able)
+    assert Config(**given).precision == precision
 
 
 def test_cuda_without_a_card_is_refused(monkeypatch):

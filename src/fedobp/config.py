@@ -72,7 +72,7 @@ class Config:
     engine: EngineName = _machine("auto", "How clients are run: all at once (lanes, auto's choice), or one by one")
     device: DeviceName = _machine("auto", "Where to compute; auto takes CUDA where there is one")
     precision: Precision = _machine(
-        None, "Arithmetic; tf32 and bf16 keep weights and sums in fp32 (default: bf16 on CUDA, fp32 on the CPU)"
+        None, "Arithmetic; tf32 and bf16 keep weights and sums in fp32 (default: bf16 for lanes on CUDA, else fp32)"
     )
     lane_memory: float = _machine(0.0, "GiB that clients in training may take; 0: half of the machine's", low=0)
     store_memory: float = _machine(0.0, "GiB for clients' state, then a file; 0: a quarter of the machine's", low=0)
@@ -121,12 +121,13 @@ class Config:
             raise FedobpError("--device cuda needs a CUDA card that torch can use, and there is none: use --device cpu")
         if self.device == "auto":
             self._set("device", "cuda" if torch.cuda.is_available() else "cpu")
-        if cast(str | None, self.precision) is None:
-            self._set("precision", "bf16" if self.device == "cuda" else "fp32")
-        if self.device == "cpu" and self.precision == "tf32":
-            raise FedobpError("--precision tf32 is arithmetic of CUDA cards: use --precision fp32 on the CPU")
         if self.engine == "auto":
             self._set("engine", "lanes")
+        if cast(str | None, self.precision) is None:
+            fast = (self.device, self.engine) == ("cuda", "lanes")
+            self._set("precision", "bf16" if fast and torch.cuda.is_bf16_supported(False) else "fp32")
+        if self.device == "cpu" and self.precision == "tf32":
+            raise FedobpError("--precision tf32 is arithmetic of CUDA cards: use --precision fp32 on the CPU")
 
     def _settle_method(self) -> None:
         """Resolve the method's options; the paper tuned q for its CNN under its partition, and only there."""

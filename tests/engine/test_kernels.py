@@ -4,19 +4,24 @@ import os
 import subprocess
 import sys
 import warnings
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="Triton is not here: it comes for Linux only")
+
 from kernel_cases import CASES, SAMPLES, Case, Problem, spoil
 
 from fedobp import Config, Federation
 from fedobp.data import Dataset, FederatedData, Shard
-from fedobp.engine import kernels
+from fedobp.engine import Lanes, kernels
 from fedobp.engine.kernels import fused_for, suits
-from fedobp.engine.kernels.fused import Fused, rounded
+from fedobp.engine.kernels.fused import Fused
 from fedobp.engine.kernels.shapes import Shapes, flat_order, kernel_order
 from fedobp.engine.kernels.tiles import EXACT, Tile, Tiles, tiles_for
 from fedobp.models import NETS, Model
@@ -57,15 +62,46 @@ def test_two_steps_are_autograds_in_float64(name):
     torch.testing.assert_close(losses, expected.float(), rtol=1e-5, atol=1e-5)
 
 
-def test_rows_of_single_pixels_and_more_lanes_than_there_are(monkeypatch):
-    """The other way to get conv2's input gradient, and lanes that are asleep: as beyond 16 lanes."""
+@pytest.fixture
+def padded(monkeypatch):
+    """Numbers of lanes are rounded up to five, as they are beyond 16: some lanes are asleep, some are nobody's."""
     monkeypatch.setattr("fedobp.engine.kernels.fused.EXACT", 1)
     monkeypatch.setattr("fedobp.engine.kernels.fused._STRIDE", 5)
-    problem = Problem(Case(terms=("momentum", "decay")))
-    fused = interpreted(problem, replace(LARGE, conv2_inputs=Tile(256, 1, 4, 1)))
-    theta, _ = problem.train(fused)
+
+
+def test_lanes_that_are_asleep_stay_as_they_are(padded):
+    """The third lane has done its step while the others go on, with terms that would move it without a gradient."""
+    case = replace(CASES["plain, three lanes"], terms=("momentum", "decay"))
+    problem = Problem(case)
+    theta, losses = problem.train(interpreted(problem))
     assert max(problem.errors(theta).values()) < 2e-5
-    assert rounded(3) == 5
+    torch.testing.assert_close(losses, problem.expected()[1].float(), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_single_pixels_and_a_graph_of_several_steps(monkeypatch):
+    """The other way to get conv2's input gradient; three steps as one of two and one of one."""
+    monkeypatch.setattr("fedobp.engine.kernels.fused._REPEAT", 2)
+    problem = Problem(Case(steps=(3,), counts=((16, 9, 4),)))
+    theta, _ = problem.train(interpreted(problem, replace(LARGE, conv2_inputs=Tile(256, 1, 4, 1))))
+    assert max(problem.errors(theta).values()) < 5e-5
+
+
+def test_lanes_of_different_scalings_and_fewer_lanes_in_kept_buffers():
+    problem = Problem(Case(steps=(1, 1), counts=((16,), (16,))))
+    other, theta, fused = copy(problem.data), problem.theta.clone(), interpreted(problem)
+    other.mean, other.std = problem.data.mean + 0.3, problem.data.std * 2
+    fused.train(theta, problem.rule(), "all", problem.ids, problem.counts, [problem.data, other], (1, 1))
+    first, _ = problem.expected()
+    problem.data = other
+    second, _ = problem.expected()
+    wanted = torch.stack([first[0], second[1]])
+    change = (wanted - problem.theta.double()).norm(dim=1)
+    assert ((theta.double() - wanted).norm(dim=1) / change).max() < 2e-5
+    alone = Problem(Case(steps=(1,), counts=((7,),)))
+    alone.data = problem.data
+    theta, _ = alone.train(fused)
+    assert len(fused._kept) == 1
+    assert max(alone.errors(theta).values()) < 2e-5
 
 
 def test_what_is_not_of_a_part_or_masked_keeps_its_bits():
@@ -87,10 +123,18 @@ def test_nothing_depends_on_what_lay_in_the_buffers():
     assert torch.equal(losses, losses_again)
 
 
-def test_labels_are_the_largest_logits():
-    problem = Problem(Case(32, 3, 62))
-    sizes, lanes = [SAMPLES, 7], 2
-    ids = torch.randint(0, SAMPLES, (lanes, SAMPLES), generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize(("side", "channels", "classes", "sizes"), [(32, 3, 62, [70, 3]), (28, 1, 10, [130, 64, 0])])
+def test_labels_are_the_largest_logits(side, channels, classes, sizes):
+    right_labels(Case(side, channels, classes, steps=(1,) * len(sizes), counts=((2,),) * len(sizes)), sizes)
+
+
+def test_labels_of_lanes_beside_some_that_are_asleep(padded):
+    right_labels(Case(steps=(1,) * 3, counts=((2,),) * 3), [70, 66, 3])
+
+
+def right_labels(case, sizes):
+    problem = Problem(case)
+    ids = torch.randint(0, SAMPLES, (len(sizes), sizes[0]), generator=torch.Generator().manual_seed(1))
     found = interpreted(problem).labels(problem.theta, ids, sizes, problem.data)
     for lane, size in enumerate(sizes):
         logits = problem.model.logits(problem.theta[lane].double(), problem.inputs(ids[lane, :size]))
@@ -99,10 +143,19 @@ def test_labels_are_the_largest_logits():
 
 def test_the_engine_trains_and_tests_with_them_as_the_serial_one_does(monkeypatch):
     """A whole run, evaluations and fine-tuning included: silently, and with the same answers."""
-    monkeypatch.setattr(
-        "fedobp.engine.lanes.fused_for",
-        lambda model, batch, precision, device: Fused(model, batch, "fp32", [LARGE], device),
-    )
+    used = []
+
+    class Noted(Fused):
+        def train(self, *given):
+            used.append("train")
+            return super().train(*given)
+
+        def labels(self, *given):
+            used.append("labels")
+            return super().labels(*given)
+
+    monkeypatch.setattr("fedobp.engine.lanes.fused_for", lambda model, batch, precision, device: Noted(
+        model, batch, "fp32", [LARGE], device))  # fmt: skip
     given = {"clients": 2, "rounds": 2, "participation": 0.5, "epochs": 1, "batch_size": 16, "model": "cnn",
              "method": "fedobp", "options": {"q": 0.9}, "momentum": 0.5, "finetune_epochs": 1, "lr": 0.1}  # fmt: skip
     federation = Federation.__new__(Federation)
@@ -112,6 +165,7 @@ def test_the_engine_trains_and_tests_with_them_as_the_serial_one_does(monkeypatc
         federation.config, federation.model = Config(**given, engine=engine, device="cpu"), problem.model
         federation.data = FederatedData(DATASET, SHARDS, CPU, torch.float32)
         found[engine] = federation.run()
+    assert sorted(set(used)) == ["labels", "train"]
     for column in ("accuracy", "last", "finetuned"):
         assert getattr(found["lanes"], column) == getattr(found["serial"], column)
     for client in range(2):
@@ -168,12 +222,41 @@ def test_a_card_without_tiles_is_told_once(monkeypatch):
         assert fused_for(model, 32, "fp64", card) is None
 
 
-def test_without_triton_it_is_told_once(monkeypatch):
+class Old:
+    __version__ = "3.5.1"
+
+
+class Broken:
+    __version__ = "3.6.0"
+
+    @property
+    def runtime(self):
+        raise RuntimeError("Failed to find C compiler. Please specify one.\nAnd more")
+
+
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [
+        (None, "need Triton, which is not installed"),
+        (Old(), "need Triton 3.6 or newer, and this is 3.5.1"),
+        (Broken(), r"need Triton to work, and it does not \(Failed to find C compiler. Please specify one.\)"),
+    ],
+)
+def test_without_a_triton_that_works_the_general_path_is_taken(monkeypatch, module, sentence):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setitem(sys.modules, "fedobp.engine.kernels.fused", None)
+    monkeypatch.setitem(sys.modules, "triton", module)
     kernels._say.cache_clear()
-    with pytest.warns(UserWarning, match="Triton 3.6 or newer is not here"):
+    with pytest.warns(UserWarning, match=sentence):
         assert fused_for(Model("cnn", (1, 28, 28), 10), 32, "bf16", torch.device("cuda")) is None
+
+
+def test_without_a_bound_on_the_memory_all_lanes_are_one_stack(monkeypatch):
+    monkeypatch.setattr("fedobp.engine.lanes.fused_for", lambda *_: SimpleNamespace(lane_bytes=1000))
+    model = Model("cnn", (1, 28, 28), 10)
+    lanes, like = list(range(9)), torch.zeros(1)
+    assert Lanes(model, 32)._dealt(lanes, like, 32) == [lanes]
+    assert [len(stack) for stack in Lanes(model, 32, memory=4500)._dealt(lanes, like, 32)] == [3, 3, 3]
+    assert Lanes(model, 32)._dealt([], like, 32) == []
 
 
 def test_tables_rise_and_end_with_any_number_of_lanes():

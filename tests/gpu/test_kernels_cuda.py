@@ -13,7 +13,7 @@ from kernel_cases import CASES, SAMPLES, Case, Problem, spoil
 from fedobp import Config, sweep
 from fedobp.engine.kernels import fused_for
 from fedobp.engine.kernels.fused import Fused
-from fedobp.engine.kernels.tiles import EXACT, tiles_for
+from fedobp.engine.kernels.tiles import tiles_for
 from fedobp.transfer import Arriving
 
 TABLE = tiles_for(torch.cuda.get_device_capability(), "bf16")
@@ -46,24 +46,18 @@ def test_steps_are_autograds_in_float64(name, precision):
 @pytest.mark.parametrize(("side", "channels"), [(28, 1), (32, 3)])
 @pytest.mark.parametrize(("precision", "at"), [(p, at) for p in WRONG for at in range(len(tiles_for((9, 0), p)))])
 def test_every_entry_of_the_tables(side, channels, precision, at):
-    """As many lanes as an entry is for, all alike but for their data."""
-    entry = replace(tiles_for((9, 0), precision)[at], lanes=1 << 30)
-    lanes = 40 if entry.lanes > EXACT and at == len(tiles_for((9, 0), precision)) - 1 else 3
-    case = Case(side, channels, batch=32, steps=(1,) * lanes, counts=((32,),) * (lanes - 1) + ((7,),))
-    problem = _many(case)
-    theta, losses = problem.train(fused_of(problem, precision, [entry]))
-    _, expected = problem.expected()
-    assert max(problem.errors(theta).values()) < WRONG[precision]
-    torch.testing.assert_close(losses, expected.float(), rtol=WRONG[precision], atol=1e-5)
-
-
-def _many(case):
-    import kernel_cases
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("LR", "MOMENTUM", "DECAY", "PULL"):
-            patch.setattr(kernel_cases, name, getattr(kernel_cases, name)[:1] * len(case.steps))
-        return Problem(case, DEVICE)
+    """Twenty ragged lanes with terms that would move a lane asleep. Entries differ in the order of sums alone, so they
+    agree much more closely with each other than bf16 does with float64: a lost partial sum would show."""
+    table = tiles_for((9, 0), precision)
+    steps = tuple(3 if lane < 7 else 2 if lane < 18 else 1 for lane in range(20))
+    counts = tuple(tuple(0 if step >= mine else 32 - lane for step in range(3)) for lane, mine in enumerate(steps))
+    problem = Problem(Case(side, channels, batch=32, steps=steps, counts=counts, terms=("momentum", "decay")), DEVICE)
+    found = [problem.train(fused_of(problem, precision, [replace(table[i], lanes=1 << 30)]))[0] for i in (at, -1)]
+    assert max(problem.errors(found[0]).values()) < WRONG[precision]
+    before = problem.theta
+    for where in problem.model.layout.slices.values():
+        one, other = ((theta - before)[:, where] for theta in found)
+        assert ((one - other).norm(dim=1) / other.norm(dim=1)).max() < 0.2 * WRONG[precision]
 
 
 @pytest.mark.parametrize("precision", WRONG)
@@ -84,8 +78,8 @@ def test_the_same_bytes_twice_whatever_lay_in_the_buffers(precision):
 @pytest.mark.parametrize("precision", WRONG)
 def test_labels_are_the_largest_logits(precision):
     problem = Problem(Case(32, 3, 62), DEVICE)
-    sizes = [SAMPLES, 7]
-    ids = torch.randint(0, SAMPLES, (2, SAMPLES), generator=torch.Generator().manual_seed(1))
+    sizes = [150, 70]
+    ids = torch.randint(0, SAMPLES, (2, 150), generator=torch.Generator().manual_seed(1))
     found = fused_of(problem, precision).labels(problem.theta.cuda(), ids.cuda(), sizes, problem.data).cpu()
     for lane, size in enumerate(sizes):
         logits = problem.model.logits(problem.theta[lane].double(), problem.inputs(ids[lane, :size]))

@@ -136,7 +136,8 @@ class Lanes:
         self._ready.clear()
         with torch.cuda.stream(self._aside):
             for phases in groups.values():
-                for lanes in self._dealt(self._lanes(phases), data[0].mean, self._batch):
+                plain = phases[0].item.loss is None
+                for lanes in self._dealt(self._lanes(phases), data[0].mean, self._batch, plain):
                     self._ready[_names(lanes)] = self._data_order(lanes)
 
     def serve(self, task: Task) -> Tensors:
@@ -266,7 +267,8 @@ class Lanes:
             torch._foreach_copy_([losses[id(lane.phase)][lane.row] for lane in some], list(loss.unbind()))
             return slots
 
-        slots = self._work(train, self._dealt(moving, like, self._batch), like.device)
+        plain = phases[0].item.loss is None
+        slots = self._work(train, self._dealt(moving, like, self._batch, plain), like.device)
         seen = [lane.phase.item.epochs * (lane.n - (lane.n % self._batch == 1)) for lane in moving]
         self.counters += Counters(sum(lane.steps for lane in moving), sum(slots), sum(seen))
         return [(vectors[id(phase)], losses[id(phase)]) for phase in phases]
@@ -375,25 +377,30 @@ class Lanes:
 
     # Stacks and cores.
 
-    def _dealt(self, longest_first: Sequence[T], like: Tensor, samples: int) -> list[list[T]]:
-        """Deal lanes out to stacks, so that all are about equally long and none exceeds the memory."""
-        fused = self._kernels(like.device)
-        if fused:
-            stacks = -(-len(longest_first) // max(1, int(self._memory / fused.lane_bytes)))
-            return [list(longest_first[at::stacks]) for at in range(stacks)]
+    def _dealt(self, longest_first: Sequence[T], like: Tensor, samples: int, plain: bool = True) -> list[list[T]]:
+        """Deal lanes out to stacks, so that all are about equally long and none exceeds the memory.
+
+        A step without a loss of its own (`plain`) may be one of the fused kernels'.
+        """
+        fused = self._kernels(like.device) if plain else None
+        lanes = len(longest_first)
+        size = self._fit_in(like, samples, lanes) if fused is None else self._memory / fused.lane_bytes
+        stacks = -(-lanes // max(1, int(min(size, lanes))))
+        return [list(longest_first[at::stacks]) for at in range(stacks)]
+
+    def _fit_in(self, like: Tensor, samples: int, lanes: int) -> float:
+        """Return how many of some lanes the general path takes in a stack."""
         where = like.device.type, like.dtype
         if where not in self._costs:
             self._costs[where] = cost(self._model, self._forms[where[0]], self._batch, like.dtype)
         price = self._costs[where]
         share = samples / self._batch
         at_once = 1 if like.is_cuda else self._workers
-        fit_in = self._memory / at_once / (price.fixed_bytes + share * price.batch_bytes)
-        size = max(1, int(min(fit_in, len(longest_first))))
-        if not like.is_cuda:
-            size = min(size, _STACK_LANES, max(1, round(_STACK_WORK / max(1, price.flops * share))))
-            size = min(size, -(-len(longest_first) // self._workers) or 1)
-        stacks = -(-len(longest_first) // size)
-        return [list(longest_first[at::stacks]) for at in range(stacks)]
+        size = self._memory / at_once / (price.fixed_bytes + share * price.batch_bytes)
+        if like.is_cuda:
+            return size
+        work = max(1, round(_STACK_WORK / max(1, price.flops * share)))
+        return min(size, _STACK_LANES, work, -(-lanes // self._workers) or 1)
 
     def _work(self, job: Callable[[list[T]], Any], stacks: Sequence[list[T]], device: torch.device) -> list[Any]:
         """Do a job for every stack: on CUDA one after the other, on the CPU with a core for each."""

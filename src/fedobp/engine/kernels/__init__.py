@@ -6,6 +6,8 @@
 
 import warnings
 from functools import cache
+from importlib import import_module
+from subprocess import SubprocessError
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -17,6 +19,9 @@ from fedobp.models.nets import cnn
 if TYPE_CHECKING:
     from fedobp.engine.kernels.fused import Fused
     from fedobp.engine.kernels.step import Arithmetic
+
+
+_TRITON = (3, 6)  # the oldest version that the kernels were run with
 
 
 def suits(model: Model, batch: int, precision: Precision) -> bool:
@@ -42,12 +47,26 @@ def fused_for(model: Model, batch: int, precision: Precision, device: torch.devi
         name = torch.cuda.get_device_name(device)
         _say(f"no kernels are tuned for {precision} on {name}, so the general path trains: see docs/performance.md")
         return None
-    try:
-        from fedobp.engine.kernels.fused import Fused
-    except (ImportError, AttributeError) as error:  # an older Triton lacks some of what is used
-        _say(f"Triton 3.6 or newer is not here ({error}), so the general path trains, several times slower")
+    if missing := _missing():
+        _say(f"the fused kernels need {missing}: until then the general path trains, several times slower")
         return None
+    from fedobp.engine.kernels.fused import Fused
+
     return Fused(model, batch, cast("Arithmetic", precision), tiles, device)
+
+
+def _missing() -> str | None:
+    """Return what keeps Triton from running."""
+    try:
+        triton = import_module("triton")
+        if tuple(map(int, triton.__version__.split(".")[:2])) < _TRITON:
+            return f"Triton {_TRITON[0]}.{_TRITON[1]} or newer, and this is {triton.__version__}"
+        triton.runtime.driver.active.utils  # builds what launches kernels, with the machine's C compiler  # noqa: B018
+    except ImportError:
+        return "Triton, which is not installed (pip install triton)"
+    except (RuntimeError, OSError, SubprocessError) as error:
+        return f"Triton to work, and it does not ({str(error).splitlines()[0]})"
+    return None
 
 
 @cache

@@ -23,7 +23,6 @@ _BLOCK = 1024
 _STRIDE = 8  # beyond EXACT, numbers of lanes are rounded up to a multiple of this: those asleep cost next to nothing
 _REPEAT = 8  # steps in a long graph
 _TEST_BATCH = 64
-_COMPILERS = 8
 
 
 def rounded(lanes: int) -> int:
@@ -54,7 +53,7 @@ class Fused:
         self._size = model.layout.size
         self._inward = order.to(device, torch.int32)
         self._outward = flat_order(order, self._size).to(device, torch.int32)
-        self._kept: dict[tuple[Kind, int], _Kept] = {}
+        self._kept: dict[tuple[Kind, int], _Kept | None] = {}
         self._scaling: dict[int, tuple[FederatedData, Tensor]] = {}
 
     @property
@@ -83,7 +82,7 @@ class Fused:
         kept = self._buffers(kind, len(theta), len(ids), data[0])
         now = active(steps)
         plan = [(lanes, len(list(same))) for lanes, same in groupby(map(rounded, now))]
-        # Long graphs as far as they go, then short ones. All are there before the lanes are: making one takes steps.
+        # Long graphs as far as they go, then short ones.
         replays = [
             self._graph(kept, lanes, repeat)
             for lanes, times in plan
@@ -115,15 +114,15 @@ class Fused:
         return kept.buffers.found[:lanes].view(lanes, -1)[:, :most].clone()
 
     def _buffers(self, kind: Kind, lanes: int, steps: int, data: FederatedData) -> _Kept:
-        samples = Samples(data.x, data.y)
-        kept = self._kept.get((kind, data.x.data_ptr()))
+        key = kind, data.x.data_ptr()
+        kept = self._kept.get(key)
         if kept is None or kept.buffers.lanes < lanes or kept.buffers.steps < steps:
             had = (kept.buffers.lanes, kept.buffers.steps) if kept else (0, 0)
             # Twice as many steps as now: rounds differ, and a graph is worth keeping.
             room = max(rounded(lanes), had[0]), max(2 * steps, had[1])
-            self._kept.pop((kind, data.x.data_ptr()), None)
-            kept = _Kept(kind, samples, Buffers(kind, *room, self._splits(kind), self._device))
-            self._kept[kind, data.x.data_ptr()] = kept
+            kept = self._kept[key] = None  # the old ones go before new ones come
+            buffers = Buffers(kind, *room, self._splits(kind), self._device)
+            kept = self._kept[key] = _Kept(kind, Samples(data.x, data.y), buffers)
             self._compile(kept)
         return kept
 
@@ -140,17 +139,17 @@ class Fused:
         """Launch once what buffers of this size may need, many at a time: what is not in Triton's cache is compiled."""
         if self._device.type != "cuda":
             return
-        needed: list[Callable[[], object]] = []
-        for before in (0, *(tiles.lanes for tiles in self._tiles)):
-            if before < kept.buffers.lanes:
-                needed += self._launches(kept, before + 1).values()
+        fewest = [0, *(tiles.lanes for tiles in self._tiles)]
+        entries = [self._launches(kept, lanes + 1) for lanes in fewest if lanes < kept.buffers.lanes]
+        stream = torch.cuda.current_stream(self._device)
 
-        def launch(one: Callable[[], object]) -> None:
-            with torch.cuda.device(self._device):
-                one()
+        def launch(name: str) -> None:  # all of a kernel's forms in one thread: Triton's caches are a kernel's own
+            with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                for entry in entries:
+                    entry[name]()
 
-        with ThreadPoolExecutor(_COMPILERS) as pool:
-            list(pool.map(launch, needed))
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(launch, entries[0]))
 
     def _graph(self, kept: _Kept, lanes: int, repeat: int) -> Callable[[], None]:
         """Return what takes so many steps: a captured graph, and the launches themselves where they are interpreted."""
@@ -188,7 +187,7 @@ class Fused:
         at.counts[:lanes, :steps] = counts.t()
         scaling = torch.stack([self._scale(one) for one in data])
         at.scale[:lanes], at.shift[:lanes] = scaling[:, 0], scaling[:, 1]
-        refresh(kept.kind, at, min(rounded(lanes), at.lanes), kept.samples)
+        refresh(kept.kind, at, rounded(lanes), kept.samples)
 
     def _scale(self, data: FederatedData) -> Tensor:
         """Return (scale, shift), padded to four channels: an input is x * scale - shift."""
