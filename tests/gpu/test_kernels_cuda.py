@@ -10,10 +10,12 @@ if not torch.cuda.is_available():
 
 from kernel_cases import CASES, SAMPLES, Case, Problem, spoil
 
-from fedobp import Config, sweep
+from fedobp import Config, Federation, sweep
+from fedobp.engine import Budget
 from fedobp.engine.kernels import fused_for
 from fedobp.engine.kernels.fused import Fused
 from fedobp.engine.kernels.tiles import tiles_for
+from fedobp.federation import Course, engine_for
 from fedobp.transfer import Arriving
 
 TABLE = tiles_for(torch.cuda.get_device_capability(), "bf16")
@@ -128,6 +130,32 @@ def test_training_does_not_wait_for_the_card_once_its_graphs_are_made():
         fused.train(theta, rule, "all", ids, counts, data, problem.case.steps)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_whole_round_does_not_wait(folder):
+    """Send, train, receive and keep, and the books of the round before it."""
+    config = Config(dataset="fmnist", data_dir=folder, clients=20, participation=0.3, epochs=2, model="cnn", alpha=0.3,
+                    device="cuda", rounds=9)  # fmt: skip
+    federation = Federation(config)
+    engine = engine_for(config, federation.model)
+    run = Course(config, federation.model, federation.data, Budget())
+    moments = [run.moment(round, torch.arange(6)) for round in range(1, 5)]
+
+    def play(at):
+        [answer] = engine.train([run.send(moments[at])])
+        run.receive(moments[at], answer)
+        engine.prepare([run.task(moments[at + 1])])
+        return Arriving(answer.loss)
+
+    for at in range(2):
+        play(at)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = play(2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loss.value().isfinite().all()
 
 
 def test_a_number_that_was_asked_for_in_time_is_there_before_later_work_is_done():
