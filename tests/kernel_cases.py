@@ -122,6 +122,13 @@ class Problem:
             losses.append(total)
         return torch.stack(vectors), torch.tensor(losses)
 
+    def labels(self, fused, sizes):
+        """Yield, lane by lane, the labels that the kernels give to so many samples, and the logits in float64."""
+        ids = torch.randint(0, SAMPLES, (len(sizes), sizes[0]), generator=torch.Generator().manual_seed(1))
+        found = fused.labels(self.theta.to(self.device), ids.to(self.device), sizes, self.data).cpu()
+        for lane, size in enumerate(sizes):
+            yield found[lane, :size], self.model.logits(self.theta[lane].double(), self.inputs(ids[lane, :size]))
+
     def errors(self, theta):
         """How wrong each tensor's change is, as a share of that change, or as it is where nothing should change."""
         expected, _ = self.expected()

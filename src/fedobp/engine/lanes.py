@@ -281,7 +281,8 @@ class Lanes:
         fused, steps = self._kernels(ids.device), [lane.steps for lane in lanes]
         if fused:
             theta = torch.stack([row for [row] in rows])
-            loss, slots = fused.train(theta, _rule(lanes, layout.size), item.part, ids, counts, data, steps)
+            rule = _rule(lanes, 0)  # the kernels hold velocities of their own
+            loss, slots = fused.train(theta, rule, item.part, ids, counts, data, steps)
             torch._foreach_copy_([row for [row] in rows], list(theta.unbind()))
             return loss, slots
         learned = {name for name in layout.names if item.part == "all" or layout.in_head(name) == (item.part == "head")}

@@ -9,8 +9,8 @@ copies that products read, and lays out the next batch. No atomic additions: the
 import triton
 import triton.language as tl
 
-from fedobp.engine.kernels.forward import summed
-from fedobp.engine.kernels.rule import B1, B2, BF, HIDDEN, SPREAD1, W1, W2, WF, moved
+from fedobp.engine.kernels.forward import summed, windows
+from fedobp.engine.kernels.rule import B1, B2, BF, HIDDEN, SPREAD1, SUMS1, SUMS2, TAPS2, W1, W2, WF, moved
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def conv2_inputs(
     py = n // 32 // SIDE
     px = n // 32 % SIDE
     d = d2 + lane * (B * W * W * 64) + ((image * W + y) * W + x)[:, None] * 64 + k[None, :]
-    tap = weights + lane * 51200 + k[:, None] * 32 + (n % 32)[None, :]
+    tap = weights + lane * TAPS2 + k[:, None] * 32 + (n % 32)[None, :]
     g = tl.zeros((ROWS, N), tl.float32)
     for t in range((4 + SIDE) * (4 + SIDE)):
         ty = t // (4 + SIDE)
@@ -189,7 +189,7 @@ def conv2_weights(
         z2 = tl.dot(dt, tl.load(at + rest[None, :]), z2, input_precision=PRECISION)
         if ky == 0:
             bias += tl.sum(d.to(tl.float32), 0)
-    to = sums + (lane * SPLITS + split) * (801 * 64)
+    to = sums + (lane * SPLITS + split) * SUMS2
     tl.store(to + (ky * 160 + most)[:, None] * 64 + n[None, :], tl.trans(z1))
     tl.store(to + (ky * 160 + rest)[:, None] * 64 + n[None, :], tl.trans(z2))
     if ky == 0:
@@ -219,22 +219,19 @@ def conv1_weights(
     bias = tl.zeros((32,), tl.float32)
     for i in range(TILES):
         row = (split * TILES + i) * ROWS + tl.arange(0, ROWS)
-        real = row < ALL
-        pixel = tl.where(real, row, 0)
-        at = lane * (ALL * 32) + pixel[:, None] * 32 + n[None, :]
+        real, corner = windows(row, B, H, P)
+        at = lane * (ALL * 32) + tl.where(real, row, 0)[:, None] * 32 + n[None, :]
         g = tl.load(d1 + at)
         where = tl.where(real[:, None], tl.load(arg + at), 4)
         bias += tl.sum(tl.where(where < 4, g, 0.0).to(tl.float32), 0)
-        image, pixel = pixel // (P * P), pixel % (P * P)
-        corner = ((image * H + (pixel // P) * 2) * H + (pixel % P) * 2) * 4
-        patch = x + lane * (B * H * H * 4) + corner[:, None]
+        patch = x + lane * (B * H * H * 4) + (corner * 4)[:, None]
         for qy in tl.static_range(2):
             left = tl.where(where == 2 * qy, g, 0.0)
             right = tl.where(where == 2 * qy + 1, g, 0.0)
             both = tl.trans(tl.reshape(tl.join(left, right), (ROWS, 64)))
             z1 = tl.dot(both, tl.load(patch + (qy * H * 4 + upper)[None, :]), z1, input_precision=PRECISION)
             z2 = tl.dot(both, tl.load(patch + ((qy + 4) * H * 4 + n)[None, :]), z2, input_precision=PRECISION)
-    to = sums + (lane * SPLITS + split) * (161 * 64)
+    to = sums + (lane * SPLITS + split) * SUMS1
     tl.store(to + most[:, None] * 64 + m[None, :], tl.trans(z1))
     tl.store(to + (128 + n)[:, None] * 64 + m[None, :], tl.trans(z2))
     tl.store(to + 160 * 64 + n, bias)
@@ -265,6 +262,10 @@ def weights_backward(
         conv2_weights(pooled, d2, sums2, lane, program - SPLITS1, B, P1, P2, SPLITS2, ROWS2, PRECISION)
 
 
+# Programs of `update` that move the convolutions' weights: a quarter of a tap each, an eighth of a row, the biases.
+MOVERS = tl.constexpr(25 * 4 + 5 * 8 + 1)
+
+
 @triton.jit(do_not_specialize=["steps"])
 def update(
     theta, velocity, anchor, drift, moving, numbers, spread, taps, flipped, sums1, sums2,
@@ -281,7 +282,7 @@ def update(
     program = tl.program_id(0)
     mine = lane * SIZE
     lane_numbers = numbers + lane * 4
-    WORKERS: tl.constexpr = 141 if BASE else 0
+    WORKERS: tl.constexpr = MOVERS if BASE else 0
     if program < WORKERS:
         if PADDED and SPLITS1:
             if tl.load(awake + lane) == 0:
@@ -296,26 +297,26 @@ def update(
             if SPLITS1:
                 g = tl.zeros((8, 64), tl.float32)
                 for s in tl.static_range(SPLITS2):
-                    g += tl.load(sums2 + (lane * SPLITS2 + s) * (801 * 64) + within)
+                    g += tl.load(sums2 + (lane * SPLITS2 + s) * SUMS2 + within)
                 w = moved(g, at, theta, velocity, anchor, drift, moving, lane_numbers, RULE)
                 tl.store(theta + at, w)
             else:
                 w = tl.load(theta + at)
-            tl.store(taps + lane * 51200 + within, w.to(low))
-            tl.store(flipped + lane * 51200 + t * 2048 + n[None, :] * 32 + k[:, None], w.to(low))
+            tl.store(taps + lane * TAPS2 + within, w.to(low))
+            tl.store(flipped + lane * TAPS2 + t * 2048 + n[None, :] * 32 + k[:, None], w.to(low))
         elif program < 140:  # four columns of one kernel row of conv1
             dy = (program - 100) // 8
             k1 = ((program - 100) % 8) * 4 + tl.arange(0, 4)
             n1 = tl.arange(0, 32)
             within1 = (dy * 32 + k1[:, None]) * 32 + n1[None, :]
             at1 = mine + W1 + within1
-            real = (k1 < 20)[:, None] & (n1 < 32)[None, :]
+            real = (k1 < 20)[:, None]
             if SPLITS1:
                 g1 = tl.zeros((4, 32), tl.float32)
-                left = sums1 + lane * (SPLITS1 * 161 * 64) + (dy * 32 + k1[:, None]) * 64 + n1[None, :] * 2
+                left = sums1 + lane * (SPLITS1 * SUMS1) + (dy * 32 + k1[:, None]) * 64 + n1[None, :] * 2
                 for s in tl.static_range(SPLITS1):
-                    g1 += tl.load(left + s * (161 * 64), mask=real, other=0.0)
-                    g1 += tl.load(left + s * (161 * 64) + 4 * 64 + 1, mask=real, other=0.0)
+                    g1 += tl.load(left + s * SUMS1, mask=real, other=0.0)
+                    g1 += tl.load(left + s * SUMS1 + 4 * 64 + 1, mask=real, other=0.0)
                 w1 = moved(g1, at1, theta, velocity, anchor, drift, moving, lane_numbers, RULE)
                 tl.store(theta + at1, w1)
             else:
@@ -328,13 +329,13 @@ def update(
             nn = tl.arange(0, 64)
             gb = tl.zeros((64,), tl.float32)
             for s in tl.static_range(SPLITS2):
-                gb += tl.load(sums2 + (lane * SPLITS2 + s) * (801 * 64) + 800 * 64 + nn)
+                gb += tl.load(sums2 + (lane * SPLITS2 + s) * SUMS2 + 800 * 64 + nn)
             atb = mine + B2 + nn
             tl.store(theta + atb, moved(gb, atb, theta, velocity, anchor, drift, moving, lane_numbers, RULE))
             mm = tl.arange(0, 32)
             ga = tl.zeros((32,), tl.float32)
             for s in tl.static_range(SPLITS1):
-                ga += tl.load(sums1 + (lane * SPLITS1 + s) * (161 * 64) + 160 * 64 + mm)
+                ga += tl.load(sums1 + (lane * SPLITS1 + s) * SUMS1 + 160 * 64 + mm)
             ata = mine + B1 + mm
             tl.store(theta + ata, moved(ga, ata, theta, velocity, anchor, drift, moving, lane_numbers, RULE))
     else:
@@ -347,10 +348,8 @@ def update(
             e = start + tl.arange(0, 1024)
             channel = e % 4
             real1 = (channel < C) & (e < H * H * 4)
-            value = tl.load(data + sample * (C * H * H) + channel * (H * H) + e // 4, mask=real1, other=0).to(
-                tl.float32
-            )
-            value = value * tl.load(scale + lane * 4 + channel) - tl.load(shift + lane * 4 + channel)
+            stored = tl.load(data + sample * (C * H * H) + channel * (H * H) + e // 4, mask=real1, other=0)
+            value = stored.to(tl.float32) * tl.load(scale + lane * 4 + channel) - tl.load(shift + lane * 4 + channel)
             pixel = tl.where(real1, value, 0.0).to(x.dtype.element_ty)
             tl.store(x + (lane * B + r) * (H * H * 4) + e, pixel, mask=e < H * H * 4)
         tl.store(labels + lane * B + r, tl.load(targets + sample).to(tl.int32))

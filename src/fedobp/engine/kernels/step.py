@@ -9,13 +9,12 @@ from torch import Tensor
 
 from fedobp.algorithms.base import Part
 from fedobp.engine.kernels import backward, forward
-from fedobp.engine.kernels.rule import DRIFT, HIDDEN, MASK, MOMENTUM, PULL, SPREAD1
+from fedobp.engine.kernels.rule import DRIFT, HIDDEN, MASK, MOMENTUM, PULL, SPREAD1, SUMS1, SUMS2, TAPS2
 from fedobp.engine.kernels.shapes import Shapes
 from fedobp.engine.kernels.tiles import Tiles
 
 Arithmetic = Literal["bf16", "tf32", "fp32"]
 Launches = dict[str, Callable[[], object]]
-_TAPS = 25 * 32 * 64
 AFTER = 64  # entries
 
 
@@ -58,7 +57,7 @@ class Buffers:
         self.velocity, self.anchor, self.drift = used(MOMENTUM.value), used(PULL.value), used(DRIFT.value)
         self.moving = used(MASK.value, byte)
         # Copies of weights as products read them.
-        self.spread, self.taps, self.flipped = (room(n, dtype=low) for n in (SPREAD1.value, _TAPS, _TAPS))
+        self.spread, self.taps, self.flipped = (room(n, dtype=low) for n in (SPREAD1.value, TAPS2.value, TAPS2.value))
         # On the way forward, and back. Around `d2` lies a frame of zeros that nobody writes.
         map1, map2, learns, base = batch * side1**2 * 32, batch * side2**2 * 64, kind.part is not None, kind.base
         self.pooled1, self.arg1 = room(map1, dtype=low), room(map1 * learns, dtype=byte)
@@ -67,7 +66,7 @@ class Buffers:
         self.logits = room(HIDDEN.value // 16 * batch * shapes.outputs)
         self.d1 = room(map1 * base, dtype=low)
         self.d2 = room(batch * shapes.frame**2 * 64 * base, dtype=low)
-        self.sums1, self.sums2 = room(splits[0] * 161 * 64 * base), room(splits[1] * 801 * 64 * base)
+        self.sums1, self.sums2 = room(splits[0] * SUMS1.value * base), room(splits[1] * SUMS2.value * base)
         # The order of samples, how inputs are scaled (x * scale - shift), and the batch in work.
         self.order, self.counts = room(steps, batch, dtype=whole), room(steps, dtype=whole)
         self.scale, self.shift = room(4), room(4)
@@ -178,7 +177,7 @@ def _update(
     kind: Kind, at: Buffers, lanes: int, splits: tuple[int, int], weights: bool, padded: bool, samples: Samples
 ) -> None:
     shapes = kind.shapes
-    backward.update[141 * weights + shapes.batch, lanes](
+    backward.update[backward.MOVERS.value * weights + shapes.batch, lanes](
         at.theta, at.velocity, at.anchor, at.drift, at.moving, at.numbers,
         at.spread, at.taps, at.flipped, at.sums1, at.sums2,
         at.order, at.counts, samples.x, samples.y, at.scale, at.shift,
