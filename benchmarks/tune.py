@@ -26,16 +26,18 @@ STEPS = 512
 SAMPLES = 4096
 
 
-def candidates(kernel: str, few: bool) -> Iterator[dict[str, object]]:
+def candidates(kernel: str, few: bool, precision: str) -> Iterator[dict[str, object]]:
     """Yield the changes to a table entry that are tried for one kernel."""
+    # Two warps take the older matrix instruction, which reads float32 operands in any order.
+    warps = (4, 8) if precision == "bf16" else (2, 4, 8)
     shapes: dict[str, Iterator[tuple[int, ...]]] = {
-        "conv1": product((64,), (1,) if few else (2, 7, 14), (4, 8), (2, 3)),
-        "conv2": product((16, 32, 64) if few else (64,), (0,), (4, 8), (3, 4)),
+        "conv1": product((64,), (1,) if few else (2, 7, 14), warps, (2, 3)),
+        "conv2": product((16, 32, 64) if few else (32, 64), (0,), warps, (2, 3, 4)),
         "dense": product((16, 32) if few else (32, 64), (64, 128), (4,), (3, 5)),
         "head": product((32, 64, 128, 256), (0,), (4, 8), (2,)),
-        "dense_backward": product((16, 32, 64) if few else (64,), (64, 128), (4, 8), (2, 3)),
-        "conv2_inputs": product((64, 128), (1, 2), (4, 8), (3, 4)),
-        "weights_backward": product((32, 64), (32, 64), (4, 8), (2, 3)),
+        "dense_backward": product((16, 32, 64) if few else (64,), (64, 128), warps, (2, 3)),
+        "conv2_inputs": product((64, 128), (1, 2), warps, (2, 3, 4)),
+        "weights_backward": product((32, 64), (32, 64), warps, (2, 3)),
     }
     for shape in shapes[kernel]:
         change: dict[str, object] = {kernel: Tile(*shape)}
@@ -126,7 +128,7 @@ def entry_for(precision: str, lanes: int) -> Tiles:
 def best_of(bench: Bench, kernel: str, tiles: Tiles, able: set[Tiles], show: int) -> Tiles:
     """Return the table entry with the best shape for one kernel."""
     start = entry_for(bench.kind.precision, bench.lanes)
-    changes = [change for change in candidates(kernel, bench.lanes <= EXACT) if changed(start, change) in able]
+    changes = [change for change in candidates(kernel, bench.lanes <= EXACT, bench.kind.precision) if changed(start, change) in able]
     # A kernel that splits its sums finer leaves more for `update` to do.
     extra = ["update"] if kernel == "weights_backward" else []
 
@@ -159,7 +161,7 @@ def main() -> None:
         (shapes, given.precision, lanes, kernel, changed(entry_for(given.precision, lanes), change))
         for lanes in numbers
         for kernel in kernels
-        for change in candidates(kernel, lanes <= EXACT)
+        for change in candidates(kernel, lanes <= EXACT, given.precision)
     ]
     begun = time.perf_counter()
     with ProcessPoolExecutor(given.workers, mp_context=get_context("spawn")) as pool:

@@ -117,7 +117,7 @@ def conv2_inputs(
     """Compute the gradient of conv2's inputs, [B,H,H,32]. Thanks to the frame of zeros there is no border.
 
     A row is a block of SIDE x SIDE pixels. It sees (4 + SIDE)^2 pixels of the frame, each of which meets up to 25 taps
-    (`weights` is [25,64,32]): one for each pixel of the block, side by side, and zero where there is none.
+    (`weights` is [25,32,64]): one for each pixel of the block, side by side, and zero where there is none.
     """
     lane = tl.program_id(1).to(tl.int64)
     if PADDED:
@@ -137,7 +137,7 @@ def conv2_inputs(
     py = n // 32 // SIDE
     px = n // 32 % SIDE
     d = d2 + lane * (B * W * W * 64) + ((image * W + y) * W + x)[:, None] * 64 + k[None, :]
-    tap = weights + lane * TAPS2 + k[:, None] * 32 + (n % 32)[None, :]
+    tap = weights + lane * TAPS2 + (n % 32)[:, None] * 64 + k[None, :]
     g = tl.zeros((ROWS, N), tl.float32)
     for t in range((4 + SIDE) * (4 + SIDE)):
         ty = t // (4 + SIDE)
@@ -145,11 +145,11 @@ def conv2_inputs(
         ky = py + 4 - ty
         kx = px + 4 - tx
         if SIDE == 1:
-            w = tl.load(tap + ((ky * 5 + kx) * 2048)[None, :])
+            w = tl.load(tap + ((ky * 5 + kx) * 2048)[:, None])
         else:
             there = (ky >= 0) & (ky < 5) & (kx >= 0) & (kx < 5)
-            w = tl.load(tap + ((ky * 5 + kx) * 2048)[None, :], mask=there[None, :], other=0.0)
-        g = tl.dot(tl.load(d + (ty * W + tx) * 64), w, g, input_precision=PRECISION)
+            w = tl.load(tap + ((ky * 5 + kx) * 2048)[:, None], mask=there[:, None], other=0.0)
+        g = tl.dot(tl.load(d + (ty * W + tx) * 64), tl.trans(w), g, input_precision=PRECISION)
     pixel = (image * H + y)[:, None] * H + x[:, None] + (py * H + px)[None, :]
     to = d1 + lane * (B * H * H * 32) + pixel * 32 + (n % 32)[None, :]
     tl.store(to, g.to(d1.dtype.element_ty), mask=real[:, None])

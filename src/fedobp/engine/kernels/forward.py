@@ -95,7 +95,7 @@ def conv2(
     SIZE: tl.constexpr, B: tl.constexpr, H: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
     TRAIN: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Second convolution, bias, ReLU, pooling: [B,H,H,32] -> [B,P,P,64]. `weights` is [25,32,64]."""
+    """Second convolution, bias, ReLU, pooling: [B,H,H,32] -> [B,P,P,64]. `weights` is [25,64,32]."""
     lane = tl.program_id(1).to(tl.int64)
     if PADDED:
         if tl.load(count + lane) == 0:
@@ -105,14 +105,14 @@ def conv2(
     k = tl.arange(0, 32)
     n = tl.arange(0, 64)
     patch = x + lane * (B * H * H * 32) + (corner * 32)[:, None] + k[None, :]
-    tap = weights + lane * TAPS2 + k[:, None] * 64 + n[None, :]
+    tap = weights + lane * TAPS2 + n[:, None] * 32 + k[None, :]
     a0 = tl.zeros((ROWS, 64), tl.float32)
     a1 = tl.zeros((ROWS, 64), tl.float32)
     a2 = tl.zeros((ROWS, 64), tl.float32)
     a3 = tl.zeros((ROWS, 64), tl.float32)
     for t in range(25):
         at = patch + ((t // 5) * H + t % 5) * 32
-        w = tl.load(tap + t * 2048)
+        w = tl.trans(tl.load(tap + t * 2048))
         a0 = tl.dot(tl.load(at), w, a0, input_precision=PRECISION)
         a1 = tl.dot(tl.load(at + 32), w, a1, input_precision=PRECISION)
         a2 = tl.dot(tl.load(at + H * 32), w, a2, input_precision=PRECISION)

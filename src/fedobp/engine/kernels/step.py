@@ -115,7 +115,7 @@ def launches(kind: Kind, at: Buffers, tiles: Tiles, lanes: int, padded: bool, sa
     def conv2() -> None:
         rows, _, warps, stages = tiles.conv2
         forward.conv2[-(-batch * pooled2**2 // rows), lanes](
-            at.pooled1, at.count, at.taps, at.theta, at.pooled2, at.arg2,
+            at.pooled1, at.count, at.flipped, at.theta, at.pooled2, at.arg2,
             size, batch, pooled1, pooled2, rows, learns, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
@@ -149,7 +149,7 @@ def launches(kind: Kind, at: Buffers, tiles: Tiles, lanes: int, padded: bool, sa
     def conv2_inputs() -> None:
         rows, block, warps, stages = tiles.conv2_inputs
         backward.conv2_inputs[-(-(batch * (pooled1 // block) ** 2) // rows), lanes](
-            at.d2, at.flipped, at.d1, at.count,
+            at.d2, at.taps, at.d1, at.count,
             batch, pooled1, pooled2, block, rows, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
