@@ -128,7 +128,11 @@ def entry_for(precision: str, lanes: int) -> Tiles:
 def best_of(bench: Bench, kernel: str, tiles: Tiles, able: set[Tiles], show: int) -> Tiles:
     """Return the table entry with the best shape for one kernel."""
     start = entry_for(bench.kind.precision, bench.lanes)
-    changes = [change for change in candidates(kernel, bench.lanes <= EXACT, bench.kind.precision) if changed(start, change) in able]
+    changes = [
+        change
+        for change in candidates(kernel, bench.lanes <= EXACT, bench.kind.precision)
+        if changed(start, change) in able
+    ]
     # A kernel that splits its sums finer leaves more for `update` to do.
     extra = ["update"] if kernel == "weights_backward" else []
 

@@ -37,20 +37,22 @@ EXACT = 16  # up to here there is a graph for each number of lanes, beyond it nu
 _MANY = 1 << 30
 _HOPPER = {
     "bf16": (
-        Tiles(2, Tile(64, 1, 4, 2), Tile(16, 0, 4, 4), Tile(16, 128, 4, 5), Tile(64, 0, 8, 2), Tile(16, 128, 4, 3),
+        Tiles(2, Tile(64, 1, 4, 2), Tile(16, 0, 4, 3), Tile(16, 128, 4, 5), Tile(64, 0, 8, 2), Tile(16, 128, 4, 3),
               Tile(64, 1, 4, 4), Tile(64, 64, 4, 2), (49, 12)),
         Tiles(6, Tile(64, 1, 4, 2), Tile(64, 0, 4, 4), Tile(16, 128, 4, 5), Tile(64, 0, 8, 2), Tile(64, 128, 4, 2),
-              Tile(64, 1, 4, 4), Tile(32, 64, 4, 2), (28, 5)),
+              Tile(64, 2, 4, 4), Tile(32, 64, 4, 2), (28, 5)),
         Tiles(EXACT, Tile(64, 1, 4, 2), Tile(64, 0, 4, 4), Tile(16, 128, 4, 3), Tile(64, 0, 8, 2),
-              Tile(64, 128, 4, 2), Tile(128, 2, 4, 4), Tile(32, 64, 4, 3), (28, 5)),
+              Tile(64, 128, 4, 2), Tile(64, 2, 4, 4), Tile(32, 64, 4, 3), (28, 5)),
         Tiles(_MANY, Tile(64, 7, 4, 3), Tile(64, 0, 4, 4), Tile(64, 64, 4, 5), Tile(128, 0, 4, 2),
-              Tile(64, 128, 4, 3), Tile(128, 2, 4, 3), Tile(32, 32, 4, 3), (7, 2)),
+              Tile(64, 128, 4, 3), Tile(128, 2, 8, 3), Tile(32, 32, 4, 3), (7, 2)),
     ),
     "tf32": (
-        Tiles(EXACT, Tile(64, 1, 4, 2), Tile(32, 0, 4, 2), Tile(32, 64, 4, 3), Tile(64, 0, 4, 2), Tile(64, 64, 4, 2),
-              Tile(64, 1, 4, 2), Tile(32, 32, 4, 2), (28, 12)),
-        Tiles(_MANY, Tile(64, 4, 4, 2), Tile(32, 0, 4, 2), Tile(32, 64, 4, 3), Tile(64, 0, 4, 2), Tile(64, 64, 4, 2),
-              Tile(64, 2, 4, 2), Tile(32, 32, 4, 2), (7, 5)),
+        Tiles(2, Tile(64, 1, 2, 2), Tile(16, 0, 2, 3), Tile(16, 64, 4, 5), Tile(32, 0, 8, 2), Tile(32, 64, 4, 3),
+              Tile(64, 1, 4, 3), Tile(32, 32, 2, 2), (49, 12)),
+        Tiles(EXACT, Tile(64, 1, 2, 2), Tile(64, 0, 4, 4), Tile(32, 64, 4, 5), Tile(64, 0, 4, 2), Tile(64, 128, 4, 2),
+              Tile(128, 2, 8, 3), Tile(32, 32, 2, 2), (28, 5)),
+        Tiles(_MANY, Tile(64, 14, 4, 3), Tile(64, 0, 4, 4), Tile(64, 64, 4, 5), Tile(128, 0, 4, 2),
+              Tile(64, 64, 4, 3), Tile(128, 2, 8, 3), Tile(32, 32, 2, 2), (7, 2)),
     ),
 }  # fmt: skip
 _HOPPER["fp32"] = _HOPPER["tf32"]  # a check, not a race
