@@ -2,6 +2,7 @@
 
     python benchmarks/kernels.py run --runs 1,16                 # the paper's federation, FedOBP, 400 rounds
     python benchmarks/kernels.py run --runs 1 --dataset fmnist --precision tf32
+    python benchmarks/kernels.py rivals                          # beside the general path and the serial engine
     python benchmarks/kernels.py profile                         # a round, kernel by kernel
     python benchmarks/kernels.py start                           # from the first CUDA call to the first step
 
@@ -23,14 +24,16 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from fedobp import Config, sweep
-from fedobp.bench import Trial, clock, noise, stand_in, train
+from fedobp.bench import Trial, clock, noise, stand_in, steps_by_round, train
 from fedobp.data import FederatedData, data_dir
 from fedobp.engine import Budget, Precision
+from fedobp.engine.kernels import fused_for
 from fedobp.federation import cohorts, deal, engine_for
 from fedobp.models import Model
 
@@ -103,6 +106,34 @@ def profile(config: Config, runs: int) -> None:
     print(f"  an evaluation of all clients as served: {(clock(DEVICE) - begun) / 3 * 1e3:.1f} ms", flush=True)
 
 
+def rivals(config: Config) -> None:
+    """Time rounds that stand for all of them, with the kernels, without them, and one client after the other.
+
+    From what a client-step takes there and from an evaluation of all clients, a whole run is reckoned.
+    """
+    dataset, shards = deal(config)
+    data = FederatedData(dataset, shards, DEVICE, torch.float32)
+    model = Model(config.model, data.shape, data.classes)
+    who = list(cohorts(config))
+    steps = steps_by_round(config, data, who)
+    lanes, serial = replace(config, engine="lanes"), replace(config, engine="serial")
+    ways = {"kernels": (lanes, 20, fused_for), "general path": (lanes, 20, lambda *_: None)}
+    for name, (mine, count, kernels) in {**ways, "serial engine": (serial, 4, fused_for)}.items():
+        rounds = range(config.rounds // count // 2, config.rounds, config.rounds // count)
+        with patch("fedobp.engine.lanes.fused_for", kernels):
+            engine = engine_for(mine, model)
+            trial = Trial(mine, model, data, Budget())
+            moments = [[trial.moment(at + 1, who[at])] for at in rounds]
+            train(engine, [trial], moments[:1] if mine is serial else moments)  # libraries, graphs
+            took = train(engine, [trial], moments)
+            trial.evaluate(engine)
+            tested = trial.evaluate(engine)
+        each = took / sum(steps[at] for at in rounds)
+        reckoned = each * sum(steps) + config.rounds / config.eval_every * tested
+        print(f"{name}: {each * sum(steps) / config.rounds * 1e3:.1f} ms a round, {1 / each:,.0f} client-steps/s, an "
+              f"evaluation {tested * 1e3:.0f} ms, {config.rounds} rounds {reckoned:.1f} s", flush=True)  # fmt: skip
+
+
 def start(precision: Precision) -> None:
     """Time a fresh process from its first CUDA call to the end of its first step, twice: the second finds a cache."""
     for name in ("first", "second"):
@@ -133,7 +164,7 @@ def step(precision: Precision) -> None:
 def main() -> None:
     """Run a section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("section", choices=["run", "profile", "start", "step"])
+    parser.add_argument("section", choices=["run", "rivals", "profile", "start", "step"])
     parser.add_argument("--runs", default="1", help="how many runs side by side; several numbers: 1,16")
     parser.add_argument("--rounds", type=int, default=400)
     parser.add_argument("--dataset", default="cifar10")
@@ -150,7 +181,10 @@ def main() -> None:
         for runs in map(int, given.runs.split(",")):
             config = paper(given.dataset, given.precision, given.rounds, folder, method=given.method,
                            options=json.loads(given.options), finetune_epochs=given.finetune_epochs)  # fmt: skip
-            (whole if given.section == "run" else profile)(config, runs)
+            if given.section == "rivals":
+                rivals(config)
+            else:
+                (whole if given.section == "run" else profile)(config, runs)
 
 
 if __name__ == "__main__":

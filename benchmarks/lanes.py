@@ -1,8 +1,9 @@
 """What the lanes engine gains, each as a ratio to a rival in the same run: `make bench`.
 
-    python benchmarks/lanes.py                          # all that a CPU can measure
-    python benchmarks/lanes.py cpu score                # some of it
-    python benchmarks/lanes.py h200 --precision tf32    # the paper's federation on CUDA, 8 runs side by side
+    python benchmarks/lanes.py              # all of it
+    python benchmarks/lanes.py cpu score    # some of it
+
+All of this is a CPU's; `kernels.py` measures CUDA.
 
 Medians over rounds; the rivals take turns, so that a busy machine hurts both. With $FEDOBP_DATA the images are real.
 """
@@ -13,7 +14,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,13 +24,12 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
-from fedobp import Config, sweep
+from fedobp import Config
 from fedobp.bench import EngineName, Trial, noise, peak, stand_in, step_flops, steps_by_round, train
-from fedobp.data import FederatedData, data_dir
+from fedobp.data import FederatedData
 from fedobp.engine import Budget, Counters, memory_of
 from fedobp.federation import cohorts, deal, engine_for
 from fedobp.models import Model, register
@@ -190,52 +189,18 @@ def _memory() -> int:
     return int(line.split()[1]) * 1024
 
 
-def h200(precision: str, rounds: int, runs: int) -> None:
-    """Run the paper's CIFAR10 federation on CUDA: several seeds of FedOBP on one partition, side by side."""
-    with tempfile.TemporaryDirectory() as folder:
-        given: dict[str, Any] = {"dataset": "cifar10", "clients": 100, "alpha": 0.1, "partition_seed": 42,
-                                 "rounds": rounds, "precision": precision, "device": "cuda",
-                                 "save_models": "none", "data_dir": str(data_dir())}  # fmt: skip
-        replaced = stand_in(Config(**given))
-        if replaced:
-            np.savez(Path(folder, "cifar10.npz"), x=replaced.x, y=replaced.y)
-            given["data_dir"] = folder
-        configs = [Config(**given, seed=42 + run) for run in range(runs)]
-        outs = [Path(folder, str(run)) for run in range(runs)]
-        begun = time.perf_counter()
-        results = sweep(configs, out=outs, keep_models=False)
-        torch.cuda.synchronize()
-        took = time.perf_counter() - begun
-        lines = [json.loads(line) for out in outs for line in (out / "timings.jsonl").read_text().splitlines()]
-    dataset, shards = deal(configs[0], replaced)
-    data = FederatedData(dataset, shards, CPU, torch.float32)
-    steps = sum(sum(steps_by_round(config, data)) for config in configs)
-    occupancy = statistics.fmean(line["occupancy"] for line in lines)
-    accuracies = [result.accuracy.pooled for result in results]
-    print(f"h200: {torch.cuda.get_device_name()}, {precision}, {'random' if replaced else 'real'} cifar10, Dir(0.1), "
-          f"10 of 100 clients, {runs} FedOBP runs of {rounds} rounds: {took:.1f} s, {took / runs:.2f} s a run "
-          f"(data and evaluations included), {steps / took:,.0f} steps/s, occupancy {occupancy:.1%}, up to "
-          f"{max(line['runs'] for line in lines)} runs at once")  # fmt: skip
-    print(f"  final pooled accuracy: {', '.join(f'{one:.2f}' for one in accuracies)}; mean "
-          f"{statistics.fmean(accuracies):.2f}")  # fmt: skip
-
-
 def main() -> None:
     """Print what machine this is, and run the sections that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", default=["cpu", "mlp", "small", "score", "growth"])
-    parser.add_argument("--precision", default="tf32", help="of h200")
-    parser.add_argument("--rounds", type=int, default=400, help="of h200")
-    parser.add_argument("--runs", type=int, default=8, help="of h200")
     parser.add_argument("--spec", default="{}", help=argparse.SUPPRESS)
     given = parser.parse_args()
     sections: dict[str, Callable[[], None]] = {
         "cpu": cpu, "mlp": partial(digits, "mlp"), "small": partial(digits, "cnn-small"), "score": score,
-        "growth": growth, "h200": partial(h200, given.precision, given.rounds, given.runs),
-        "row": lambda: row(**json.loads(given.spec)),
+        "growth": growth, "row": lambda: row(**json.loads(given.spec)),
     }  # fmt: skip
     if unknown := set(given.sections) - set(sections):
-        parser.error(f"unknown section {min(unknown)}: known are cpu, mlp, small, score, growth and h200")
+        parser.error(f"unknown section {min(unknown)}: known are cpu, mlp, small, score and growth")
     if given.sections != ["row"]:
         about = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
         name = next((line.split(": ")[1] for line in about if line.startswith("model name")), platform.processor())

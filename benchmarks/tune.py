@@ -26,36 +26,30 @@ STEPS = 512
 SAMPLES = 4096
 
 
-def candidates(kernel: str, few: bool) -> Iterator[dict[str, object]]:
+def candidates(kernel: str, few: bool, precision: str) -> Iterator[dict[str, object]]:
     """Yield the changes to a table entry that are tried for one kernel."""
+    # Two warps take the older matrix instruction, which reads float32 operands in any order.
+    warps = (4, 8) if precision == "bf16" else (2, 4, 8)
     shapes: dict[str, Iterator[tuple[int, ...]]] = {
-        "conv1": product((64,), (1,) if few else (2, 7, 14), (4, 8), (2, 3)),
-        "conv2": product((16, 32, 64) if few else (64,), (0,), (4, 8), (3, 4)),
+        "conv1": product((64,), (1,) if few else (2, 7, 14), warps, (2, 3)),
+        "conv2": product((16, 32, 64) if few else (32, 64), (0,), warps, (2, 3, 4)),
         "dense": product((16, 32) if few else (32, 64), (64, 128), (4,), (3, 5)),
         "head": product((32, 64, 128, 256), (0,), (4, 8), (2,)),
-        "dense_backward": product((16, 32, 64) if few else (64,), (64, 128), (4, 8), (2, 3)),
-        "conv2_backward": product((64, 128), (32, 64), (4, 8), (3, 4)),
-        "conv1_backward": product((32, 64), (0,), (4, 8), (2, 3)),
+        "dense_backward": product((16, 32, 64) if few else (64,), (64, 128), warps, (2, 3)),
+        "conv2_inputs": product((64, 128), (1, 2), warps, (2, 3, 4)),
+        "weights_backward": product((32, 64), (32, 64), warps, (2, 3)),
     }
     for shape in shapes[kernel]:
         change: dict[str, object] = {kernel: Tile(*shape)}
-        if kernel == "conv2_backward":
-            for side, split in product((1, 2), (5, 12) if few else (1, 2, 5)):
-                yield {**change, "side": side, "splits": (None, split)}
-        elif kernel == "conv1_backward":
-            for split in (14, 28, 49) if few else (4, 7, 14):
-                yield {**change, "splits": (split, None)}
+        if kernel == "weights_backward":
+            for splits in product((28, 49) if few else (4, 7, 14), (5, 12) if few else (1, 2, 5)):
+                yield {**change, "splits": splits}
         else:
             yield change
 
 
 def changed(tiles: Tiles, change: dict[str, object]) -> Tiles:
-    """Return a table entry with a change; a None in `splits` keeps what was there."""
-    if "splits" in change:
-        new = change["splits"]
-        assert isinstance(new, tuple)
-        first, second = (old if value is None else value for old, value in zip(tiles.splits, new, strict=True))
-        change = {**change, "splits": (first, second)}
+    """Return a table entry with a change."""
     return replace(tiles, **change)  # type: ignore[arg-type]
 
 
@@ -134,9 +128,13 @@ def entry_for(precision: str, lanes: int) -> Tiles:
 def best_of(bench: Bench, kernel: str, tiles: Tiles, able: set[Tiles], show: int) -> Tiles:
     """Return the table entry with the best shape for one kernel."""
     start = entry_for(bench.kind.precision, bench.lanes)
-    changes = [change for change in candidates(kernel, bench.lanes <= EXACT) if changed(start, change) in able]
+    changes = [
+        change
+        for change in candidates(kernel, bench.lanes <= EXACT, bench.kind.precision)
+        if changed(start, change) in able
+    ]
     # A kernel that splits its sums finer leaves more for `update` to do.
-    extra = ["update"] if kernel in ("conv1_backward", "conv2_backward") else []
+    extra = ["update"] if kernel == "weights_backward" else []
 
     def price(shape: Tiles) -> float:
         steps = bench.launches(shape)
@@ -146,7 +144,7 @@ def best_of(bench: Bench, kernel: str, tiles: Tiles, able: set[Tiles], show: int
     found = sorted(((price(shape), shape) for shape in shapes), key=lambda one: one[0])
     for took, shape in found[:show]:
         tile = getattr(shape, kernel)
-        print(f"    {kernel:16} {took:8.1f}  {tuple(tile)} side {shape.side} splits {shape.splits}", flush=True)
+        print(f"    {kernel:16} {took:8.1f}  {tuple(tile)} splits {shape.splits}", flush=True)
     return found[0][1] if found else tiles
 
 
@@ -156,7 +154,7 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16", choices=["bf16", "tf32", "fp32"])
     parser.add_argument("--lanes", default="1,10,160", help="numbers of lanes to tune for")
     parser.add_argument("--side", type=int, default=32, choices=[28, 32])
-    parser.add_argument("--kernels", default="conv1,conv2,dense,head,dense_backward,conv2_backward,conv1_backward")
+    parser.add_argument("--kernels", default="conv1,conv2,dense,head,dense_backward,conv2_inputs,weights_backward")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     parser.add_argument("--show", type=int, default=3, help="how many of the best to print")
     given = parser.parse_args()
@@ -167,7 +165,7 @@ def main() -> None:
         (shapes, given.precision, lanes, kernel, changed(entry_for(given.precision, lanes), change))
         for lanes in numbers
         for kernel in kernels
-        for change in candidates(kernel, lanes <= EXACT)
+        for change in candidates(kernel, lanes <= EXACT, given.precision)
     ]
     begun = time.perf_counter()
     with ProcessPoolExecutor(given.workers, mp_context=get_context("spawn")) as pool:

@@ -14,7 +14,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from lanes_cases import NETWORKS, shards
+
 from fedobp import cli
+from fedobp.models import NETS
 
 
 class Said(NamedTuple):
@@ -42,3 +45,18 @@ def command(capsys, monkeypatch, tmp_path):
         return Said(stop.value.code, said.out, said.err)
 
     return call
+
+
+@pytest.fixture(scope="module")
+def networks():
+    """Networks of many kinds, known by their names."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, build in NETWORKS.items():
+            patch.setitem(NETS, name, build)
+        yield
+
+
+@pytest.fixture
+def ragged(monkeypatch):
+    """Deal the digits' first samples out to ragged clients."""
+    monkeypatch.setattr("fedobp.federation.partition", lambda y, clients, *, seed, **_: shards(seed % 2))

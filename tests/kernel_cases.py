@@ -47,6 +47,39 @@ CASES = {
 }
 
 
+def rounded(value, precision):
+    """What a product reads of a value: bf16 is rounded to the nearest, of tf32 the card leaves the last 13 bits out."""
+    if precision == "bf16":
+        return value.bfloat16().to(value.dtype)
+    if precision == "tf32":
+        return (value.float().view(torch.int32) & ~0x1FFF).view(torch.float32).to(value.dtype)
+    return value
+
+
+class _Rounded(torch.autograd.Function):
+    """A value or its gradient, or both, on the way to a product."""
+
+    @staticmethod
+    def forward(ctx, value, precision, ahead, back):
+        ctx.precision = precision if back else "fp32"
+        return rounded(value, precision) if ahead else value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return rounded(gradient, ctx.precision), None, None, None
+
+
+def rounded_logits(weights, x, precision):
+    """The CNN with products' inputs rounded as the kernels do, on both ways; `weights` are its tensors in order."""
+    w1, b1, w2, b2, wf, bf, wc, bc = weights
+    once = lambda value: _Rounded.apply(value, precision, True, False)  # noqa: E731
+    twice = lambda value: _Rounded.apply(value, precision, True, True)  # noqa: E731
+    h = functional.max_pool2d(functional.conv2d(once(x), once(w1), b1).relu(), 2)
+    h = functional.max_pool2d(functional.conv2d(twice(h), once(w2), b2).relu(), 2)
+    h = functional.linear(twice(h.flatten(1)), once(wf), bf).relu()
+    return _Rounded.apply(functional.linear(twice(h), once(wc), bc), precision, False, True)
+
+
 class Problem:
     """Random models, data and rules of a case."""
 
@@ -95,8 +128,8 @@ class Problem:
         x = self.data.x.cpu()[ids].double() / self.data.unit
         return (x - self.data.mean.cpu().double()) / self.data.std.cpu().double()
 
-    def expected(self):
-        """The same in float64, one lane after the other, one term after the other."""
+    def expected(self, precision="fp32"):
+        """The same in float64, one lane after the other, one term after the other, but for products' inputs."""
         case, head = self.case, self.model.layout.is_head()
         inside = {"all": torch.ones_like(head), "head": head, "base": ~head}[case.part]
         vectors, losses = [], []
@@ -107,7 +140,12 @@ class Problem:
             for step in range(steps):
                 ids = self.ids[step, lane, : self.counts[step, lane]]
                 weights = theta.clone().requires_grad_()
-                loss = functional.cross_entropy(self.model.logits(weights, self.inputs(ids)), self.data.y.cpu()[ids])
+                if precision == "fp32":
+                    logits = self.model.logits(weights, self.inputs(ids))
+                else:
+                    tensors = self.model.layout.views(weights).values()
+                    logits = rounded_logits(tensors, self.inputs(ids), precision)
+                loss = functional.cross_entropy(logits, self.data.y.cpu()[ids])
                 [gradient] = torch.autograd.grad(loss, weights)
                 if "pull" in case.terms:
                     gradient = gradient + one["pull"] * (theta - self.vectors["anchor"][lane].double())
@@ -122,15 +160,22 @@ class Problem:
             losses.append(total)
         return torch.stack(vectors), torch.tensor(losses)
 
-    def errors(self, theta):
-        """How wrong each tensor's change is, as a share of that change, or as it is where nothing should change."""
-        expected, _ = self.expected()
-        found = {}
-        for name, where in self.model.layout.slices.items():
-            right, before = expected[:, where], self.theta[:, where].double()
+    def labels(self, fused, sizes):
+        """Yield, lane by lane, the labels that the kernels give to so many samples, and the logits in float64."""
+        ids = torch.randint(0, SAMPLES, (len(sizes), sizes[0]), generator=torch.Generator().manual_seed(1))
+        found = fused.labels(self.theta.to(self.device), ids.to(self.device), sizes, self.data).cpu()
+        for lane, size in enumerate(sizes):
+            yield found[lane, :size], self.model.logits(self.theta[lane].double(), self.inputs(ids[lane, :size]))
+
+    def errors(self, theta, expected):
+        """How wrong each tensor's change is in each lane [tensors, lanes]: as a share of that change, or as it is where
+        nothing should change."""
+        found = []
+        for where in self.model.layout.slices.values():
+            right, before = expected[:, where].double(), self.theta[:, where].double()
             change, wrong = (right - before).norm(dim=1), (theta[:, where].double() - right).norm(dim=1)
-            found[name] = float(torch.where(change > 0, wrong / change.clamp(min=1e-30), wrong).max())
-        return found
+            found.append(torch.where(change > 0, wrong / change.clamp(min=1e-30), wrong))
+        return torch.stack(found)
 
 
 def spoil(buffers):

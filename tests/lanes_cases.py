@@ -1,11 +1,13 @@
 """Ragged clients, networks and programs on which every engine must agree: for the CPU's tests and the GPU's."""
 
 import itertools
+import json
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -290,3 +292,25 @@ def agree(found, expected, atol=1e-9):
 
 def made(name, shape=(1, 8, 8)):
     return Model(name, shape, CLASSES)
+
+
+def vectors(result):
+    """The global model and every client's, as vectors."""
+    models = [result.state_dict(client) for client in (None, *range(result.config.clients))]
+    return torch.stack([torch.cat([tensor.reshape(-1).cpu() for tensor in model.values()]) for model in models])
+
+
+def metrics(folder):
+    """The lines of a run's log."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def same(ours, theirs, atol=1e-9):
+    """Compare two results: models to a tolerance, and all that is counted exactly."""
+    torch.testing.assert_close(vectors(ours), vectors(theirs), rtol=0, atol=atol)
+    for name in ("accuracy", "last", "finetuned", "validation", "history", "personal", "bytes", "protocol"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    if ours.out and theirs.out:
+        for line, other in zip(metrics(ours.out), metrics(theirs.out), strict=True):
+            assert line.pop("loss") == pytest.approx(other.pop("loss"), abs=atol)
+            assert line == other

@@ -10,7 +10,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedobp.importance import SCORES, above, count_above, product, scale_global, scale_layers, smooth, squared
+from fedobp.importance import (
+    SCORES,
+    above,
+    candidates,
+    count_above,
+    product,
+    scale_global,
+    scale_layers,
+    smooth,
+    squared,
+)
 from fedobp.models import Model
 
 checked = settings(deadline=None, max_examples=100)
@@ -204,6 +214,17 @@ def test_the_published_number_of_personal_entries(sizes, dataset, q, count):
 @pytest.mark.parametrize(("pool", "q", "count"), [(5130, 0.983, 88), (51_300, 0.91078, 4577), (31_806, 0.9057, 3000)])
 def test_the_published_number_of_personal_entries_in_the_classifier(pool, q, count):
     assert count_above(pool, q) == count
+
+
+@checked
+@given(seed=st.integers(0, 10**6), values=st.sampled_from([2, 50, 10**6]), count=st.integers(1, 30))
+def test_few_out_of_many_by_blocks(seed, values, count):
+    """Rows that are long enough for the short way, full of ties and with an unfinished last block."""
+    n = 130 * 512 + 77
+    row = torch.randint(values, (2, n), generator=torch.Generator().manual_seed(seed)).float()
+    assert 0 < candidates(row, count + 1).shape[-1] < n / 4 + 512
+    lower = row.sort(dim=-1, descending=True).values[:, count, None]
+    assert above(row, 1 - (count - 0.5) / (n - 1)).equal(row > lower)
 
 
 @pytest.mark.parametrize(("q", "count"), [(0.9999, 1_700), (0.0001, 16_998_300)])

@@ -33,7 +33,7 @@ from fedobp.keys import NOBODY, Purpose, fold, permutation
 from fedobp.models import Model
 from fedobp.runs import Models, RunFolder, claim
 from fedobp.transfer import Arriving
-from fedobp.wire import payload_count
+from fedobp.wire import Payload
 
 
 @dataclass(frozen=True)
@@ -385,8 +385,8 @@ class _Run(Course):
         """... and, after the cohort has trained, receive."""
         self.receive(self.now, answer)
         lr = self.config.lr_at(self.now.round)
-        counted = answer.loss, answer.finite, payload_count(self.down), payload_count(answer.up)
-        self.pending.append(_Cost(self.now, lr, *map(Arriving, counted)))
+        seen = Arriving(answer.loss), Arriving(answer.finite)
+        self.pending.append(_Cost(self.now, lr, *seen, Payload(self.down), Payload(answer.up)))
 
     def evaluate_and_log(self) -> None:
         """Evaluate if it is due, and write down what is known.
@@ -481,8 +481,8 @@ class _Cost:
     lr: float
     loss: Arriving
     finite: Arriving
-    down: Arriving
-    up: Arriving
+    down: Payload
+    up: Payload
 
     def settled(self) -> dict[str, Any]:
         """Wait for the numbers, and return them as a line of the log."""
@@ -492,4 +492,4 @@ class _Cost:
         losses = [loss for loss in self.loss.value().tolist() if not math.isnan(loss)]
         mean_loss = sum(losses) / len(losses) if losses else None
         head = {"round": self.now.round, "cohort": self.now.cohort.tolist()}
-        return {**head, "loss": mean_loss, "bytes_down": int(self.down.value()), "bytes_up": int(self.up.value())}
+        return {**head, "loss": mean_loss, "bytes_down": self.down.bytes(), "bytes_up": self.up.bytes()}

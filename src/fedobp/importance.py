@@ -25,6 +25,8 @@ def product(own: Tensor, shared: Tensor) -> Tensor:
     return ((own - shared) * own).abs()
 
 
+_BLOCK = 512  # entries; a device's small top-k is fastest on some thousands
+
 SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"squared": squared, "product": product}
 
 
@@ -57,6 +59,22 @@ def count_above(n: int, q: float) -> int:
     return n - 1 - math.floor(Fraction(str(q)) * (n - 1))
 
 
+def candidates(score: Tensor, count: int) -> Tensor:
+    """Return entries of each row among which are its `count` largest: all of them, or far fewer where that is easy.
+
+    A row is cut into blocks. If an entry's block is not among the `count` with the largest maxima, then as many blocks
+    have one that is at least as large as that entry, so leaving it out changes no value among the `count` largest.
+    """
+    blocks = score.shape[-1] // _BLOCK
+    if 4 * count > blocks:
+        return score
+    whole = blocks * _BLOCK
+    cut = score[..., :whole].unflatten(-1, (blocks, _BLOCK))
+    best = cut.amax(dim=-1).topk(count, dim=-1, sorted=False).indices
+    chosen = cut.gather(-2, best[..., None].expand(*best.shape, _BLOCK))
+    return torch.cat([chosen.flatten(-2), score[..., whole:]], dim=-1)
+
+
 def above(score: Tensor, q: float) -> Tensor:
     """Eq. 7: the personal set, entries strictly above the q-quantile of their row (bool, of score's shape).
 
@@ -67,7 +85,8 @@ def above(score: Tensor, q: float) -> Tensor:
     n = score.shape[-1]
     count = count_above(n, q)
     if count + 1 <= n - count:
-        lower = score.topk(count + 1, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True)
+        few = candidates(score, count + 1)
+        lower = few.topk(count + 1, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True)
     else:
         lower = score.topk(n - count, dim=-1, largest=False, sorted=False).values.amax(dim=-1, keepdim=True)
     return score > lower

@@ -16,6 +16,7 @@ _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
+Whole = Tensor | int
 NOBODY = -1  # the client of a draw that belongs to none
 
 
@@ -27,24 +28,35 @@ class Purpose(IntEnum):
     SERVE = 3
 
 
-def _shift(value: Tensor, bits: int) -> Tensor:
+def _wrapped(value: Whole) -> Whole:
+    """Return a number as a signed 64-bit one, which tensors are already."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63) if isinstance(value, int) else value
+
+
+def _shift(value: Whole, bits: int) -> Whole:
     """Shift right without the sign (int64's own `>>` copies it)."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(value: Tensor) -> Tensor:
-    value = (value ^ _shift(value, 30)) * _FIRST
-    value = (value ^ _shift(value, 27)) * _SECOND
+def _mix(value: Whole) -> Whole:
+    value = _wrapped(value)
+    value = _wrapped((value ^ _shift(value, 30)) * _FIRST)
+    value = _wrapped((value ^ _shift(value, 27)) * _SECOND)
     return value ^ _shift(value, 31)
 
 
-def fold(key: Tensor | int, *parts: Tensor | int) -> Tensor:
-    """Hash integers into a key, one after the other; tensors broadcast, so a key may have a leading axis."""
-    key = torch.as_tensor(key, dtype=torch.int64)
+def fold(key: Whole, *parts: Whole) -> Tensor:
+    """Hash integers into a key, one after the other; tensors broadcast, so a key may have a leading axis.
+
+    As long as all are numbers, Python does the sums: a tensor of one element takes twenty times as long.
+    """
+    if isinstance(key, Tensor):
+        key = key.long()
     for part in parts:
-        part = torch.as_tensor(part, dtype=torch.int64, device=key.device)
-        key = _mix(key * _FIRST + _mix(part + _GOLDEN) + _GOLDEN)
-    return key
+        if isinstance(part, Tensor):
+            part = part.to(key.device if isinstance(key, Tensor) else part.device, torch.int64)
+        key = _mix(_wrapped(key * _FIRST) + _mix(part + _GOLDEN) + _GOLDEN)
+    return torch.as_tensor(key, dtype=torch.int64)
 
 
 def permutation(key: Tensor, n: int) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedobp.algorithms.base import Record, Sparse
 from fedobp.errors import FedobpError
+from fedobp.transfer import Arriving
 
 _MAGIC = b"FOBP\x01"
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64, "bool": torch.bool}
@@ -27,25 +28,28 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 def payload_bytes(record: Mapping[str, Tensor | Sparse]) -> int:
     """Return the payload of a whole cohort's messages; every tensor has a leading axis of clients."""
-    return int(payload_count(record))
+    return Payload(record).bytes()
 
 
-def payload_count(record: Mapping[str, Tensor | Sparse]) -> Tensor:
-    """Return the same as a tensor, on the record's own device: nobody waits for it."""
-    sizes = [_sparse_bytes(value) if isinstance(value, Sparse) else _bytes(value) for value in record.values()]
-    return sum(sizes, start=torch.tensor(0))
+class Payload:
+    """The same, of a record on a device that is still counting what is kept: nobody waits until `bytes`."""
 
+    def __init__(self, record: Mapping[str, Tensor | Sparse]) -> None:
+        whole = [value for value in record.values() if isinstance(value, Tensor)]
+        self._whole = sum(value.numel() * value.element_size() for value in whole)
+        self._masked = [
+            (Arriving(value.keep.sum(dim=-1)), value.keep.shape[-1], value.values.element_size())
+            for value in record.values()
+            if isinstance(value, Sparse)
+        ]
 
-def _bytes(value: Tensor) -> Tensor:
-    return torch.tensor(value.numel() * value.element_size())
-
-
-def _sparse_bytes(value: Sparse) -> Tensor:
-    size = value.keep.shape[-1]
-    kept = value.keep.sum(dim=-1)
-    listed = 4 * torch.minimum(kept, size - kept)
-    masks = listed.clamp(max=math.ceil(size / 8))
-    return (kept * value.values.element_size() + masks).sum()
+    def bytes(self) -> int:
+        """Wait for the counts, and return the number of bytes."""
+        total = self._whole
+        for counts, size, each in self._masked:
+            for kept in map(int, counts.value()):
+                total += kept * each + min(4 * kept, 4 * (size - kept), math.ceil(size / 8))
+        return total
 
 
 def encode(record: Record) -> bytes:

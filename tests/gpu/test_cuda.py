@@ -20,7 +20,7 @@ from lanes_cases import (
     federated,
     made,
     played,
-    shards,
+    same,
     task,
 )
 
@@ -28,9 +28,9 @@ from fedobp import Config, Federation, FedobpError, sweep
 from fedobp.algorithms import METHODS, Moment
 from fedobp.engine import Budget, Lanes, Population, Serial, Store, Task, memory_of
 from fedobp.importance import above
-from fedobp.models import NETS
 
 pytestmark = [
+    pytest.mark.usefixtures("networks"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card that torch can use"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
@@ -55,34 +55,10 @@ MIXED = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _networks():
-    with pytest.MonkeyPatch.context() as patch:
-        for name, build in NETWORKS.items():
-            patch.setitem(NETS, name, build)
-        yield
-
-
-@pytest.fixture
-def ragged(monkeypatch):
-    monkeypatch.setattr("fedobp.federation.partition", lambda y, clients, *, seed, **_: shards(seed % 2))
-
-
 def compare(model, plans, engine=None, **options):
     """Play the same on the card, in lanes, and on the CPU, one by one."""
     ours = played(engine or Lanes(model, BATCH), model, plans, device=DEVICE, **options)
     agree(ours, played(Serial(model, BATCH), model, plans, **options))
-
-
-def vectors(result):
-    models = [result.state_dict(client) for client in (None, *range(result.config.clients))]
-    return torch.stack([torch.cat([tensor.reshape(-1).cpu() for tensor in model.values()]) for model in models])
-
-
-def same(ours, theirs):
-    torch.testing.assert_close(vectors(ours), vectors(theirs), rtol=0, atol=1e-9)
-    for name in ("accuracy", "last", "finetuned", "validation", "history", "personal", "bytes"):
-        assert getattr(ours, name) == getattr(theirs, name), name
 
 
 # Lanes on the card against the oracle.

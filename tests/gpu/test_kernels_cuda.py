@@ -8,12 +8,14 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA card that torch can use", allow_module_level=True)
 
-from kernel_cases import CASES, SAMPLES, Case, Problem, spoil
+from kernel_cases import CASES, Case, Problem, spoil
 
-from fedobp import Config, sweep
+from fedobp import Config, Federation, sweep
+from fedobp.engine import Budget
 from fedobp.engine.kernels import fused_for
 from fedobp.engine.kernels.fused import Fused
 from fedobp.engine.kernels.tiles import tiles_for
+from fedobp.federation import Course, engine_for
 from fedobp.transfer import Arriving
 
 TABLE = tiles_for(torch.cuda.get_device_capability(), "bf16")
@@ -23,41 +25,48 @@ pytestmark = [
 ]
 
 DEVICE = torch.device("cuda")
-# A step's change may be wrong by so much of itself. In bf16 that is the rounding of inputs, weights and gradients, and
-# a pooling window whose two largest values change places.
-WRONG = {"bf16": 0.15}
-MORE = {"a batch of 64, 128 classes": Case(32, 3, 128, 64, terms=("momentum",), counts=((64, 33), (64, 0)))}
+# By how much of itself a tensor's change may be wrong, in half of the lanes and in all. The reference rounds what
+# products read, so what is left is float32's sums; but now and then these turn a rounding, or two values of a pooling
+# window, the other way, and that grows from step to step: float32 on the CPU differs by up to 0.09 in the worst lane.
+WRONG = {"bf16": (0.01, 0.2), "tf32": (0.01, 0.2), "fp32": (1e-4, 1e-4)}
+BIG = {"a batch of 64, 128 classes": Case(32, 3, 128, 64, terms=("momentum",), counts=((64, 33), (64, 0)))}
 
 
 def fused_of(problem, precision, tiles=None):
     return Fused(problem.model, problem.case.batch, precision, tiles or tiles_for((9, 0), precision), DEVICE)
 
 
-@pytest.mark.parametrize("precision", WRONG)
-@pytest.mark.parametrize("name", [*CASES, *MORE])
-def test_steps_are_autograds_in_float64(name, precision):
-    problem = Problem({**CASES, **MORE}[name], DEVICE)
+def check(problem, theta, right, precision):
+    usual, worst = WRONG[precision]
+    errors = problem.errors(theta, right)
+    assert errors.median(dim=1).values.max() < usual
+    assert errors.max() < worst
+
+
+# The other precisions are other arithmetic in the same kernels.
+ENOUGH = ("plain, three lanes", "base", "everything, 32x32")
+
+
+@pytest.mark.parametrize(
+    ("precision", "name"), [(p, name) for p in WRONG for name in ([*CASES, *BIG] if p == "bf16" else ENOUGH)]
+)
+def test_steps_are_autograds_in_float64(precision, name):
+    problem = Problem({**CASES, **BIG}[name], DEVICE)
     theta, losses = problem.train(fused_of(problem, precision))
-    _, expected = problem.expected()
-    assert max(problem.errors(theta).values()) < WRONG[precision]
-    torch.testing.assert_close(losses, expected.float(), rtol=WRONG[precision], atol=1e-5)
+    right, right_losses = problem.expected(precision)
+    check(problem, theta, right, precision)
+    torch.testing.assert_close(losses, right_losses.float(), rtol=WRONG[precision][0], atol=1e-5)
 
 
 @pytest.mark.parametrize(("side", "channels"), [(28, 1), (32, 3)])
 @pytest.mark.parametrize(("precision", "at"), [(p, at) for p in WRONG for at in range(len(tiles_for((9, 0), p)))])
 def test_every_entry_of_the_tables(side, channels, precision, at):
-    """Twenty ragged lanes with terms that would move a lane asleep. Entries differ in the order of sums alone, so they
-    agree much more closely with each other than bf16 does with float64: a lost partial sum would show."""
-    table = tiles_for((9, 0), precision)
+    """Twenty ragged lanes with terms that would move a lane asleep."""
+    entry = replace(tiles_for((9, 0), precision)[at], lanes=1 << 30)
     steps = tuple(3 if lane < 7 else 2 if lane < 18 else 1 for lane in range(20))
     counts = tuple(tuple(0 if step >= mine else 32 - lane for step in range(3)) for lane, mine in enumerate(steps))
     problem = Problem(Case(side, channels, batch=32, steps=steps, counts=counts, terms=("momentum", "decay")), DEVICE)
-    found = [problem.train(fused_of(problem, precision, [replace(table[i], lanes=1 << 30)]))[0] for i in (at, -1)]
-    assert max(problem.errors(found[0]).values()) < WRONG[precision]
-    before = problem.theta
-    for where in problem.model.layout.slices.values():
-        one, other = ((theta - before)[:, where] for theta in found)
-        assert ((one - other).norm(dim=1) / other.norm(dim=1)).max() < 0.2 * WRONG[precision]
+    check(problem, problem.train(fused_of(problem, precision, [entry]))[0], problem.expected(precision)[0], precision)
 
 
 @pytest.mark.parametrize("precision", WRONG)
@@ -78,12 +87,8 @@ def test_the_same_bytes_twice_whatever_lay_in_the_buffers(precision):
 @pytest.mark.parametrize("precision", WRONG)
 def test_labels_are_the_largest_logits(precision):
     problem = Problem(Case(32, 3, 62), DEVICE)
-    sizes = [150, 70]
-    ids = torch.randint(0, SAMPLES, (2, 150), generator=torch.Generator().manual_seed(1))
-    found = fused_of(problem, precision).labels(problem.theta.cuda(), ids.cuda(), sizes, problem.data).cpu()
-    for lane, size in enumerate(sizes):
-        logits = problem.model.logits(problem.theta[lane].double(), problem.inputs(ids[lane, :size]))
-        best = logits.gather(1, found[lane, :size, None])[:, 0]
+    for found, logits in problem.labels(fused_of(problem, precision), [150, 70]):
+        best = logits.gather(1, found[:, None])[:, 0]
         assert (logits.max(dim=1).values - best).max() < 0.02  # nothing else is chosen but near ties
 
 
@@ -112,6 +117,9 @@ def test_runs_are_those_of_the_serial_engine(precision, folder):
         assert abs(one.accuracy.pooled - other.accuracy.pooled) < 3
         assert abs(one.finetuned.pooled - other.finetuned.pooled) < 3
         assert one.bytes == other.bytes
+        if precision == "fp32":
+            for name, tensor in one.state_dict().items():
+                torch.testing.assert_close(tensor, other.state_dict()[name], rtol=1e-2, atol=1e-3)
 
 
 def test_training_does_not_wait_for_the_card_once_its_graphs_are_made():
@@ -125,6 +133,32 @@ def test_training_does_not_wait_for_the_card_once_its_graphs_are_made():
         fused.train(theta, rule, "all", ids, counts, data, problem.case.steps)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_whole_round_does_not_wait(folder):
+    """Send, train, receive and keep, and the books of the round before it."""
+    config = Config(dataset="fmnist", data_dir=folder, clients=20, participation=0.3, epochs=2, model="cnn", alpha=0.3,
+                    device="cuda", rounds=9)  # fmt: skip
+    federation = Federation(config)
+    engine = engine_for(config, federation.model)
+    run = Course(config, federation.model, federation.data, Budget())
+    moments = [run.moment(round, torch.arange(6)) for round in range(1, 5)]
+
+    def play(at):
+        [answer] = engine.train([run.send(moments[at])])
+        run.receive(moments[at], answer)
+        engine.prepare([run.task(moments[at + 1])])
+        return Arriving(answer.loss)
+
+    for at in range(2):
+        play(at)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = play(2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loss.value().isfinite().all()
 
 
 def test_a_number_that_was_asked_for_in_time_is_there_before_later_work_is_done():

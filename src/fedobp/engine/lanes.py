@@ -108,15 +108,19 @@ class Lanes:
 
     def train(self, tasks: Sequence[Task]) -> list[Trained]:
         """Run the local programs of several runs on their cohorts, and keep what each client remembers."""
-        answers = []
-        for task, (done, loss) in zip(tasks, self._run(tasks, Purpose.TRAIN), strict=True):
-            people, cohort, theta = task.people, task.now.cohort.tolist(), done.theta
-            people.keep(cohort, done.own, theta)
-            n = send([people.data.size(client, "train") for client in cohort], theta.device)
-            # One pass: whatever is not finite shows in the sum.
-            finite = theta.sum(dim=1).isfinite() & ~loss.isinf()
-            answers.append(Trained({name: poisoned(value) for name, value in done.up.items()}, n, loss, finite))
-        return answers
+        runs = list(zip(tasks, self._run(tasks, Purpose.TRAIN), strict=True))
+        for task, (done, _) in runs:
+            task.people.keep(task.now.cohort.tolist(), done.own, done.theta)
+        # For all runs at once: a device that is told many small things waits for them to be told.
+        cohorts = [len(task.now.cohort) for task in tasks]
+        samples = [task.people.data.size(client, "train") for task in tasks for client in task.now.cohort.tolist()]
+        sums = torch.cat([done.theta.sum(dim=1) for _, (done, _) in runs])  # whatever is not finite shows in the sum
+        finite = sums.isfinite() & ~torch.cat([loss for _, (_, loss) in runs]).isinf()
+        each = zip(send(samples, sums.device).split(cohorts), finite.split(cohorts), strict=True)
+        return [
+            Trained({name: poisoned(value) for name, value in done.up.items()}, n, loss, fine)
+            for (_, (done, loss)), (n, fine) in zip(runs, each, strict=True)
+        ]
 
     def prepare(self, tasks: Sequence[Task]) -> None:
         """Order the samples of the tasks to come while CUDA is busy with those of now; their downloads are not used.
@@ -215,15 +219,16 @@ class Lanes:
         people, like, cohort = task.people, task.people.data.mean, task.now.cohort
         keys = _keys(task, purpose)
         loss = like.new_full((len(cohort),), math.nan)
+        numbers = send(list(task.hp.values()), like.device, like.dtype).unbind()
         sizes = [people.data.size(client, "train") for client in cohort.tolist()]
-        n = send(sizes, like.device)
+        n, who = send(torch.stack([torch.tensor(sizes), cohort]), like.device)
         client = Client(
             own=people.own.gather(cohort.tolist()),
             down={name: poisoned(value) for name, value in task.down.items()},
             work={},
             up={},
-            hp={name: like.new_full((len(cohort),), value) for name, value in task.hp.items()},
-            data={"n": n, "counts": people.data.label_counts[send(cohort, like.device)], "steps": torch.zeros_like(n)},
+            hp={name: number.expand(len(cohort)) for name, number in zip(task.hp, numbers, strict=True)},
+            data={"n": n, "counts": people.data.label_counts[who], "steps": torch.zeros_like(n)},
         )
         for at, item in enumerate(task.program):
             if isinstance(item, Train):
@@ -286,7 +291,8 @@ class Lanes:
         fused, steps = self._kernels(ids.device), [lane.steps for lane in lanes]
         if fused:
             theta = torch.stack([row for [row] in rows])
-            loss, slots = fused.train(theta, _rule(lanes, layout.size), item.part, ids, counts, data, steps)
+            rule = _rule(lanes, 0)  # the kernels hold velocities of their own
+            loss, slots = fused.train(theta, rule, item.part, ids, counts, data, steps)
             torch._foreach_copy_([row for [row] in rows], list(theta.unbind()))
             return loss, slots
         learned = {name for name in layout.names if item.part == "all" or layout.in_head(name) == (item.part == "head")}

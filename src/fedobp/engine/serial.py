@@ -186,7 +186,7 @@ def last_models(task: Task, otherwise: Tensor) -> Tensor:
 def poisoned(value: Tensor | Sparse) -> Tensor | Sparse:
     """Return what arrives at the other end of a wire: NaN in what is not sent."""
     if isinstance(value, Sparse):
-        return Sparse(value.values.masked_fill(~value.keep, math.nan), value.keep)
+        return Sparse(torch.where(value.keep, value.values, value.values.new_full((), math.nan)), value.keep)
     return value
 
 

@@ -90,15 +90,7 @@ class Store:
         return self._kept.get(client, self._start)
 
     def __setitem__(self, client: int, record: Tensors) -> None:
-        """Write a record. It is copied: a slice of a cohort's stack would keep the whole stack in memory."""
-        if client not in self._kept and (client in self._spilled or not self._budget.take(self._size)):
-            self._spilled.add(client)
-            if not self._mapped:
-                self._mapped = {name: _Mapped(value, self._clients) for name, value in self._start.items()}
-            for name, field in self._mapped.items():
-                field.write(client, record[name])
-        else:
-            self._kept[client] = {name: record[name].clone() for name in self._start}
+        self.scatter([client], {name: record[name][None] for name in self._start})
 
     def gather(self, clients: Iterable[int]) -> Tensors:
         """Return the records of several clients, stacked."""
@@ -106,6 +98,28 @@ class Store:
         return {name: torch.stack([record[name] for record in records]) for name in self._start}
 
     def scatter(self, clients: Iterable[int], rows: Tensors) -> None:
-        """Write stacked records back."""
+        """Write stacked records back. They are copied: a row of a stack would keep the whole stack in memory."""
+        here = []
         for position, client in enumerate(clients):
-            self[client] = {name: rows[name][position] for name in self._start}
+            if client in self._kept or (client not in self._spilled and self._budget.take(self._size)):
+                here.append((position, client))
+            else:
+                self._spill(client, {name: rows[name][position] for name in self._start})
+        if not here:
+            return
+        copies: dict[int, Tensors] = {client: {} for _, client in here}
+        for name in self._start:
+            kept = [rows[name][position] for position, _ in here]
+            fresh = [torch.empty_like(row) for row in kept]
+            torch._foreach_copy_(fresh, kept)  # one launch for all of them, where each `clone` would be one
+            for (_, client), row in zip(here, fresh, strict=True):
+                copies[client][name] = row
+        self._kept |= copies
+
+    def _spill(self, client: int, record: Tensors) -> None:
+        """Write the record of a client that memory has no room for."""
+        self._spilled.add(client)
+        if not self._mapped:
+            self._mapped = {name: _Mapped(value, self._clients) for name, value in self._start.items()}
+        for name, field in self._mapped.items():
+            field.write(client, record[name])

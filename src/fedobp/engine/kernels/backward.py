@@ -1,16 +1,16 @@
 """From the loss back to every weight, and the step itself, for all lanes of a launch.
 
 Five launches. `head` and `dense_backward` take the loss's gradient through these layers and change their weights.
-`conv2_backward` and `conv1_backward` compute what the convolutions' weights should change by, in a fixed number of
-partial sums; `update` adds these up in a fixed order, moves the weights, makes the copies that products read, and lays
-out the next batch. No atomic additions: the same input gives the same bits.
+`conv2_inputs` goes on to the first convolution; `weights_backward` computes what both convolutions' weights should
+change by, in a fixed number of partial sums; `update` adds these up in a fixed order, moves the weights, makes the
+copies that products read, and lays out the next batch. No atomic additions: the same input gives the same bits.
 """
 
 import triton
 import triton.language as tl
 
-from fedobp.engine.kernels.forward import summed
-from fedobp.engine.kernels.rule import B1, B2, BF, HIDDEN, SPREAD1, W1, W2, WF, moved
+from fedobp.engine.kernels.forward import summed, windows
+from fedobp.engine.kernels.rule import B1, B2, BF, HIDDEN, SPREAD1, SUMS1, SUMS2, TAPS2, W1, W2, WF, moved
 
 
 @triton.jit
@@ -109,6 +109,53 @@ def dense_backward(
 
 
 @triton.jit
+def conv2_inputs(
+    d2, weights, d1, count,
+    B: tl.constexpr, H: tl.constexpr, P: tl.constexpr, SIDE: tl.constexpr, ROWS: tl.constexpr,
+    PADDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of conv2's inputs, [B,H,H,32]. Thanks to the frame of zeros there is no border.
+
+    A row is a block of SIDE x SIDE pixels. It sees (4 + SIDE)^2 pixels of the frame, each of which meets up to 25 taps
+    (`weights` is [25,32,64]): one for each pixel of the block, side by side, and zero where there is none.
+    """
+    lane = tl.program_id(1).to(tl.int64)
+    if PADDED:
+        if tl.load(count + lane) == 0:
+            return
+    W: tl.constexpr = 2 * P + 8
+    BLOCKS: tl.constexpr = H // SIDE
+    N: tl.constexpr = SIDE * SIDE * 32
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = row < B * BLOCKS * BLOCKS
+    block = tl.where(real, row, 0)
+    image, block = block // (BLOCKS * BLOCKS), block % (BLOCKS * BLOCKS)
+    y = (block // BLOCKS) * SIDE
+    x = (block % BLOCKS) * SIDE
+    k = tl.arange(0, 64)
+    n = tl.arange(0, N)
+    py = n // 32 // SIDE
+    px = n // 32 % SIDE
+    d = d2 + lane * (B * W * W * 64) + ((image * W + y) * W + x)[:, None] * 64 + k[None, :]
+    tap = weights + lane * TAPS2 + (n % 32)[:, None] * 64 + k[None, :]
+    g = tl.zeros((ROWS, N), tl.float32)
+    for t in range((4 + SIDE) * (4 + SIDE)):
+        ty = t // (4 + SIDE)
+        tx = t % (4 + SIDE)
+        ky = py + 4 - ty
+        kx = px + 4 - tx
+        if SIDE == 1:
+            w = tl.load(tap + ((ky * 5 + kx) * 2048)[:, None])
+        else:
+            there = (ky >= 0) & (ky < 5) & (kx >= 0) & (kx < 5)
+            w = tl.load(tap + ((ky * 5 + kx) * 2048)[:, None], mask=there[:, None], other=0.0)
+        g = tl.dot(tl.load(d + (ty * W + tx) * 64), tl.trans(w), g, input_precision=PRECISION)
+    pixel = (image * H + y)[:, None] * H + x[:, None] + (py * H + px)[None, :]
+    to = d1 + lane * (B * H * H * 32) + pixel * 32 + (n % 32)[None, :]
+    tl.store(to, g.to(d1.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit
 def conv2_weights(
     x, d2, sums, lane, job,
     B: tl.constexpr, H: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
@@ -142,7 +189,7 @@ def conv2_weights(
         z2 = tl.dot(dt, tl.load(at + rest[None, :]), z2, input_precision=PRECISION)
         if ky == 0:
             bias += tl.sum(d.to(tl.float32), 0)
-    to = sums + (lane * SPLITS + split) * (801 * 64)
+    to = sums + (lane * SPLITS + split) * SUMS2
     tl.store(to + (ky * 160 + most)[:, None] * 64 + n[None, :], tl.trans(z1))
     tl.store(to + (ky * 160 + rest)[:, None] * 64 + n[None, :], tl.trans(z2))
     if ky == 0:
@@ -150,86 +197,17 @@ def conv2_weights(
 
 
 @triton.jit
-def conv2_inputs(
-    d2, weights, d1, lane, job,
-    B: tl.constexpr, H: tl.constexpr, P: tl.constexpr, SIDE: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradient of conv2's inputs, [B,H,H,32]. Thanks to the frame of zeros there is no border.
-
-    A row is a block of SIDE x SIDE pixels. It sees (4 + SIDE)^2 pixels of the frame, each of which meets up to 25 taps
-    (`weights` is [25,64,32]): one for each pixel of the block, side by side, and zero where there is none.
-    """
-    W: tl.constexpr = 2 * P + 8
-    BLOCKS: tl.constexpr = H // SIDE
-    N: tl.constexpr = SIDE * SIDE * 32
-    row = job * ROWS + tl.arange(0, ROWS)
-    real = row < B * BLOCKS * BLOCKS
-    block = tl.where(real, row, 0)
-    image, block = block // (BLOCKS * BLOCKS), block % (BLOCKS * BLOCKS)
-    y = (block // BLOCKS) * SIDE
-    x = (block % BLOCKS) * SIDE
-    k = tl.arange(0, 64)
-    n = tl.arange(0, N)
-    py = n // 32 // SIDE
-    px = n // 32 % SIDE
-    d = d2 + lane * (B * W * W * 64) + ((image * W + y) * W + x)[:, None] * 64 + k[None, :]
-    tap = weights + lane * 51200 + k[:, None] * 32 + (n % 32)[None, :]
-    g = tl.zeros((ROWS, N), tl.float32)
-    for t in range((4 + SIDE) * (4 + SIDE)):
-        ty = t // (4 + SIDE)
-        tx = t % (4 + SIDE)
-        ky = py + 4 - ty
-        kx = px + 4 - tx
-        if SIDE == 1:
-            w = tl.load(tap + ((ky * 5 + kx) * 2048)[None, :])
-        else:
-            there = (ky >= 0) & (ky < 5) & (kx >= 0) & (kx < 5)
-            w = tl.load(tap + ((ky * 5 + kx) * 2048)[None, :], mask=there[None, :], other=0.0)
-        g = tl.dot(tl.load(d + (ty * W + tx) * 64), w, g, input_precision=PRECISION)
-    pixel = (image * H + y)[:, None] * H + x[:, None] + (py * H + px)[None, :]
-    to = d1 + lane * (B * H * H * 32) + pixel * 32 + (n % 32)[None, :]
-    tl.store(to, g.to(d1.dtype.element_ty), mask=real[:, None])
-
-
-@triton.jit
-def conv2_backward(
-    count, awake, x, d2, weights, d1, sums,
-    B: tl.constexpr, H: tl.constexpr, P: tl.constexpr,
-    SIDE: tl.constexpr, ROWS1: tl.constexpr, SPLITS: tl.constexpr, ROWS2: tl.constexpr,
-    PADDED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute both gradients of conv2: of its inputs, in tiles of ROWS1 rows, and of its weights."""
-    lane = tl.program_id(1).to(tl.int64)
-    program = tl.program_id(0)
-    if PADDED:
-        samples = tl.load(count + lane)
-        if program == 0:
-            tl.store(awake + lane, samples)  # for `update`, which changes the count while it runs
-        if samples == 0:
-            return
-    INPUTS: tl.constexpr = (B * H * H // (SIDE * SIDE) + ROWS1 - 1) // ROWS1
-    if program < INPUTS:
-        conv2_inputs(d2, weights, d1, lane, program, B, H, P, SIDE, ROWS1, PRECISION)
-    else:
-        conv2_weights(x, d2, sums, lane, program - INPUTS, B, H, P, SPLITS, ROWS2, PRECISION)
-
-
-@triton.jit
-def conv1_backward(
-    x, count, d1, arg, sums,
+def conv1_weights(
+    x, d1, arg, sums, lane, split,
     B: tl.constexpr, H: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
-    PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of conv1's weights over one split of the rows: pixels of its pooled map.
+    """Compute conv1's weight gradient over one split of the rows: pixels of its pooled map.
 
-    The gradients that belong to the upper (then the lower) two positions of a pooling window, left and right side by
-    side, meet the image there: [2 x 32, rows] x [rows, 5 kernel rows of 8 pixels x 4 channels]. What the right one
-    finds is one pixel further right. sums[split] is [5*32 + 1, 2*32], the bias last.
+    The gradients that belong to the upper (then the lower) two positions of a pooling window meet the image there:
+    [32 x left and right, rows] x [rows, 5 kernel rows of 8 pixels x 4 channels]. What the right one finds is one pixel
+    further right. sums[split] is [5*32, 32*2], and the bias after it.
     """
-    lane = tl.program_id(1).to(tl.int64)
-    if PADDED:
-        if tl.load(count + lane) == 0:
-            return
     ALL: tl.constexpr = B * P * P
     TILES: tl.constexpr = (ALL + ROWS * SPLITS - 1) // (ROWS * SPLITS)
     n = tl.arange(0, 32)
@@ -238,27 +216,54 @@ def conv1_backward(
     upper = (most // 32) * (H * 4) + most % 32  # four kernel rows; the fifth comes by itself
     z1 = tl.zeros((64, 128), tl.float32)
     z2 = tl.zeros((64, 32), tl.float32)
-    bias = tl.zeros((64,), tl.float32)
+    bias = tl.zeros((32,), tl.float32)
     for i in range(TILES):
-        row = (tl.program_id(0) * TILES + i) * ROWS + tl.arange(0, ROWS)
-        real = row < ALL
-        pixel = tl.where(real, row, 0)
-        at = lane * (ALL * 32) + pixel[:, None] * 32 + (m % 32)[None, :]
+        row = (split * TILES + i) * ROWS + tl.arange(0, ROWS)
+        real, corner = windows(row, B, H, P)
+        at = lane * (ALL * 32) + tl.where(real, row, 0)[:, None] * 32 + n[None, :]
         g = tl.load(d1 + at)
         where = tl.where(real[:, None], tl.load(arg + at), 4)
-        image, pixel = pixel // (P * P), pixel % (P * P)
-        corner = ((image * H + (pixel // P) * 2) * H + (pixel % P) * 2) * 4
-        patch = x + lane * (B * H * H * 4) + corner[:, None]
+        bias += tl.sum(tl.where(where < 4, g, 0.0).to(tl.float32), 0)
+        patch = x + lane * (B * H * H * 4) + (corner * 4)[:, None]
         for qy in tl.static_range(2):
-            both = tl.where(where == (2 * qy + m // 32)[None, :], g, 0.0)
-            bias += tl.sum(both.to(tl.float32), 0)
-            z1 = tl.dot(tl.trans(both), tl.load(patch + (qy * H * 4 + upper)[None, :]), z1, input_precision=PRECISION)
-            fifth = tl.load(patch + ((qy + 4) * H * 4 + n)[None, :])
-            z2 = tl.dot(tl.trans(both), fifth, z2, input_precision=PRECISION)
-    to = sums + (lane * SPLITS + tl.program_id(0)) * (161 * 64)
+            left = tl.where(where == 2 * qy, g, 0.0)
+            right = tl.where(where == 2 * qy + 1, g, 0.0)
+            both = tl.trans(tl.reshape(tl.join(left, right), (ROWS, 64)))
+            z1 = tl.dot(both, tl.load(patch + (qy * H * 4 + upper)[None, :]), z1, input_precision=PRECISION)
+            z2 = tl.dot(both, tl.load(patch + ((qy + 4) * H * 4 + n)[None, :]), z2, input_precision=PRECISION)
+    to = sums + (lane * SPLITS + split) * SUMS1
     tl.store(to + most[:, None] * 64 + m[None, :], tl.trans(z1))
     tl.store(to + (128 + n)[:, None] * 64 + m[None, :], tl.trans(z2))
-    tl.store(to + 160 * 64 + m, bias)
+    tl.store(to + 160 * 64 + n, bias)
+
+
+@triton.jit
+def weights_backward(
+    image, count, awake, pooled, d1, d2, arg, sums1, sums2,
+    B: tl.constexpr, H: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
+    SPLITS1: tl.constexpr, ROWS1: tl.constexpr, SPLITS2: tl.constexpr, ROWS2: tl.constexpr,
+    PADDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute both convolutions' weight gradients: the first SPLITS1 programs conv1's, 5 * SPLITS2 conv2's.
+
+    Together, because the first waits for memory while the second computes.
+    """
+    lane = tl.program_id(1).to(tl.int64)
+    program = tl.program_id(0)
+    if PADDED:
+        samples = tl.load(count + lane)
+        if program == 0:
+            tl.store(awake + lane, samples)  # for `update`, which changes the count while it runs
+        if samples == 0:
+            return
+    if program < SPLITS1:
+        conv1_weights(image, d1, arg, sums1, lane, program, B, H, P1, SPLITS1, ROWS1, PRECISION)
+    else:
+        conv2_weights(pooled, d2, sums2, lane, program - SPLITS1, B, P1, P2, SPLITS2, ROWS2, PRECISION)
+
+
+# Programs of `update` that move the convolutions' weights: a quarter of a tap each, an eighth of a row, the biases.
+MOVERS = tl.constexpr(25 * 4 + 5 * 8 + 1)
 
 
 @triton.jit(do_not_specialize=["steps"])
@@ -277,7 +282,7 @@ def update(
     program = tl.program_id(0)
     mine = lane * SIZE
     lane_numbers = numbers + lane * 4
-    WORKERS: tl.constexpr = 141 if BASE else 0
+    WORKERS: tl.constexpr = MOVERS if BASE else 0
     if program < WORKERS:
         if PADDED and SPLITS1:
             if tl.load(awake + lane) == 0:
@@ -292,26 +297,26 @@ def update(
             if SPLITS1:
                 g = tl.zeros((8, 64), tl.float32)
                 for s in tl.static_range(SPLITS2):
-                    g += tl.load(sums2 + (lane * SPLITS2 + s) * (801 * 64) + within)
+                    g += tl.load(sums2 + (lane * SPLITS2 + s) * SUMS2 + within)
                 w = moved(g, at, theta, velocity, anchor, drift, moving, lane_numbers, RULE)
                 tl.store(theta + at, w)
             else:
                 w = tl.load(theta + at)
-            tl.store(taps + lane * 51200 + within, w.to(low))
-            tl.store(flipped + lane * 51200 + t * 2048 + n[None, :] * 32 + k[:, None], w.to(low))
+            tl.store(taps + lane * TAPS2 + within, w.to(low))
+            tl.store(flipped + lane * TAPS2 + t * 2048 + n[None, :] * 32 + k[:, None], w.to(low))
         elif program < 140:  # four columns of one kernel row of conv1
             dy = (program - 100) // 8
             k1 = ((program - 100) % 8) * 4 + tl.arange(0, 4)
             n1 = tl.arange(0, 32)
             within1 = (dy * 32 + k1[:, None]) * 32 + n1[None, :]
             at1 = mine + W1 + within1
-            real = (k1 < 20)[:, None] & (n1 < 32)[None, :]
+            real = (k1 < 20)[:, None]
             if SPLITS1:
                 g1 = tl.zeros((4, 32), tl.float32)
-                left = sums1 + lane * (SPLITS1 * 161 * 64) + (dy * 32 + k1[:, None]) * 64 + n1[None, :]
+                left = sums1 + lane * (SPLITS1 * SUMS1) + (dy * 32 + k1[:, None]) * 64 + n1[None, :] * 2
                 for s in tl.static_range(SPLITS1):
-                    g1 += tl.load(left + s * (161 * 64), mask=real, other=0.0)
-                    g1 += tl.load(left + s * (161 * 64) + 4 * 64 + 32, mask=real, other=0.0)
+                    g1 += tl.load(left + s * SUMS1, mask=real, other=0.0)
+                    g1 += tl.load(left + s * SUMS1 + 4 * 64 + 1, mask=real, other=0.0)
                 w1 = moved(g1, at1, theta, velocity, anchor, drift, moving, lane_numbers, RULE)
                 tl.store(theta + at1, w1)
             else:
@@ -324,14 +329,13 @@ def update(
             nn = tl.arange(0, 64)
             gb = tl.zeros((64,), tl.float32)
             for s in tl.static_range(SPLITS2):
-                gb += tl.load(sums2 + (lane * SPLITS2 + s) * (801 * 64) + 800 * 64 + nn)
+                gb += tl.load(sums2 + (lane * SPLITS2 + s) * SUMS2 + 800 * 64 + nn)
             atb = mine + B2 + nn
             tl.store(theta + atb, moved(gb, atb, theta, velocity, anchor, drift, moving, lane_numbers, RULE))
             mm = tl.arange(0, 32)
             ga = tl.zeros((32,), tl.float32)
             for s in tl.static_range(SPLITS1):
-                ga += tl.load(sums1 + (lane * SPLITS1 + s) * (161 * 64) + 160 * 64 + mm)
-                ga += tl.load(sums1 + (lane * SPLITS1 + s) * (161 * 64) + 160 * 64 + 32 + mm)
+                ga += tl.load(sums1 + (lane * SPLITS1 + s) * SUMS1 + 160 * 64 + mm)
             ata = mine + B1 + mm
             tl.store(theta + ata, moved(ga, ata, theta, velocity, anchor, drift, moving, lane_numbers, RULE))
     else:
@@ -344,10 +348,8 @@ def update(
             e = start + tl.arange(0, 1024)
             channel = e % 4
             real1 = (channel < C) & (e < H * H * 4)
-            value = tl.load(data + sample * (C * H * H) + channel * (H * H) + e // 4, mask=real1, other=0).to(
-                tl.float32
-            )
-            value = value * tl.load(scale + lane * 4 + channel) - tl.load(shift + lane * 4 + channel)
+            stored = tl.load(data + sample * (C * H * H) + channel * (H * H) + e // 4, mask=real1, other=0)
+            value = stored.to(tl.float32) * tl.load(scale + lane * 4 + channel) - tl.load(shift + lane * 4 + channel)
             pixel = tl.where(real1, value, 0.0).to(x.dtype.element_ty)
             tl.store(x + (lane * B + r) * (H * H * 4) + e, pixel, mask=e < H * H * 4)
         tl.store(labels + lane * B + r, tl.load(targets + sample).to(tl.int32))

@@ -1,14 +1,14 @@
 """From a batch of images to hidden values and logits, for all lanes of a launch. Training and evaluation share it.
 
 Grids are (tiles, lanes). Rows of a tile are pooling windows or samples, its columns channels. Convolutions compute the
-four positions of a pooling window and keep only the largest, so nothing larger than a pooled map is ever stored; `arg`
+four positions of a pooling window and keep only the largest, so nothing larger than a pooled map is stored; `arg`
 says which of the four it was, and 4 where ReLU stopped it, which is all that the way back needs.
 """
 
 import triton
 import triton.language as tl
 
-from fedobp.engine.kernels.rule import B1, B2, BF, HIDDEN, SPREAD1, WF
+from fedobp.engine.kernels.rule import B1, B2, BF, HIDDEN, SPREAD1, TAPS2, WF
 
 
 @triton.jit
@@ -26,6 +26,15 @@ def pooled(a0, a1, a2, a3, bias, out, arg, at, real, TRAIN: tl.constexpr):
 def halves(sums, ROWS: tl.constexpr):
     """Return the left and the right half of [ROWS, 64]."""
     return tl.split(tl.permute(tl.reshape(sums, (ROWS, 2, 32)), (0, 2, 1)))
+
+
+@triton.jit
+def windows(row, B: tl.constexpr, H: tl.constexpr, P: tl.constexpr):
+    """Return which rows are pooling windows of the batch, and the pixel of [B,H,H] at the corner of each."""
+    real = row < B * P * P
+    window = tl.where(real, row, 0)
+    image, window = window // (P * P), window % (P * P)
+    return real, image * (H * H) + (window // P) * (2 * H) + (window % P) * 2
 
 
 @triton.jit
@@ -58,11 +67,8 @@ def conv1(
     bias = tl.load(theta + lane * SIZE + B1 + channel)
     for tile in range(TILES):
         row = (tl.program_id(0) * TILES + tile) * ROWS + tl.arange(0, ROWS)
-        real = row < B * P * P
-        window = tl.where(real, row, 0)
-        image, window = window // (P * P), window % (P * P)
-        corner = (image * (H * H) + (window // P) * (2 * H) + (window % P) * 2) * 4
-        patch = x + lane * (B * H * H * 4) + corner[:, None] + k[None, :]
+        real, corner = windows(row, B, H, P)
+        patch = x + lane * (B * H * H * 4) + (corner * 4)[:, None] + k[None, :]
         upper = tl.dot(tl.load(patch), w0, input_precision=PRECISION)
         v = tl.load(patch + H * 4)
         upper = tl.dot(v, w1, upper, input_precision=PRECISION)
@@ -89,27 +95,24 @@ def conv2(
     SIZE: tl.constexpr, B: tl.constexpr, H: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
     TRAIN: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Second convolution, bias, ReLU, pooling: [B,H,H,32] -> [B,P,P,64]. `weights` is [25,32,64]."""
+    """Second convolution, bias, ReLU, pooling: [B,H,H,32] -> [B,P,P,64]. `weights` is [25,64,32]."""
     lane = tl.program_id(1).to(tl.int64)
     if PADDED:
         if tl.load(count + lane) == 0:
             return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    real = row < B * P * P
-    window = tl.where(real, row, 0)
-    image, window = window // (P * P), window % (P * P)
+    real, corner = windows(row, B, H, P)
     k = tl.arange(0, 32)
     n = tl.arange(0, 64)
-    corner = (image * (H * H) + (window // P) * (2 * H) + (window % P) * 2) * 32
-    patch = x + lane * (B * H * H * 32) + corner[:, None] + k[None, :]
-    tap = weights + lane * 51200 + k[:, None] * 64 + n[None, :]
+    patch = x + lane * (B * H * H * 32) + (corner * 32)[:, None] + k[None, :]
+    tap = weights + lane * TAPS2 + n[:, None] * 32 + k[None, :]
     a0 = tl.zeros((ROWS, 64), tl.float32)
     a1 = tl.zeros((ROWS, 64), tl.float32)
     a2 = tl.zeros((ROWS, 64), tl.float32)
     a3 = tl.zeros((ROWS, 64), tl.float32)
     for t in range(25):
         at = patch + ((t // 5) * H + t % 5) * 32
-        w = tl.load(tap + t * 2048)
+        w = tl.trans(tl.load(tap + t * 2048))
         a0 = tl.dot(tl.load(at), w, a0, input_precision=PRECISION)
         a1 = tl.dot(tl.load(at + 32), w, a1, input_precision=PRECISION)
         a2 = tl.dot(tl.load(at + H * 32), w, a2, input_precision=PRECISION)

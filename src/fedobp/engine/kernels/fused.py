@@ -53,7 +53,7 @@ class Fused:
         self._size = model.layout.size
         self._inward = order.to(device, torch.int32)
         self._outward = flat_order(order, self._size).to(device, torch.int32)
-        self._kept: dict[tuple[Kind, int], _Kept | None] = {}
+        self._kept: dict[tuple[Kind, int], _Kept] = {}
         self._scaling: dict[int, tuple[FederatedData, Tensor]] = {}
 
     @property
@@ -120,7 +120,8 @@ class Fused:
             had = (kept.buffers.lanes, kept.buffers.steps) if kept else (0, 0)
             # Twice as many steps as now: rounds differ, and a graph is worth keeping.
             room = max(rounded(lanes), had[0]), max(2 * steps, had[1])
-            kept = self._kept[key] = None  # the old ones go before new ones come
+            kept = None
+            self._kept.pop(key, None)  # the old ones go before new ones come
             buffers = Buffers(kind, *room, self._splits(kind), self._device)
             kept = self._kept[key] = _Kept(kind, Samples(data.x, data.y), buffers)
             self._compile(kept)

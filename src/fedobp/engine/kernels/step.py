@@ -9,13 +9,12 @@ from torch import Tensor
 
 from fedobp.algorithms.base import Part
 from fedobp.engine.kernels import backward, forward
-from fedobp.engine.kernels.rule import DRIFT, HIDDEN, MASK, MOMENTUM, PULL, SPREAD1
+from fedobp.engine.kernels.rule import DRIFT, HIDDEN, MASK, MOMENTUM, PULL, SPREAD1, SUMS1, SUMS2, TAPS2
 from fedobp.engine.kernels.shapes import Shapes
 from fedobp.engine.kernels.tiles import Tiles
 
 Arithmetic = Literal["bf16", "tf32", "fp32"]
 Launches = dict[str, Callable[[], object]]
-_TAPS = 25 * 32 * 64
 AFTER = 64  # entries
 
 
@@ -58,7 +57,7 @@ class Buffers:
         self.velocity, self.anchor, self.drift = used(MOMENTUM.value), used(PULL.value), used(DRIFT.value)
         self.moving = used(MASK.value, byte)
         # Copies of weights as products read them.
-        self.spread, self.taps, self.flipped = (room(n, dtype=low) for n in (SPREAD1.value, _TAPS, _TAPS))
+        self.spread, self.taps, self.flipped = (room(n, dtype=low) for n in (SPREAD1.value, TAPS2.value, TAPS2.value))
         # On the way forward, and back. Around `d2` lies a frame of zeros that nobody writes.
         map1, map2, learns, base = batch * side1**2 * 32, batch * side2**2 * 64, kind.part is not None, kind.base
         self.pooled1, self.arg1 = room(map1, dtype=low), room(map1 * learns, dtype=byte)
@@ -67,7 +66,7 @@ class Buffers:
         self.logits = room(HIDDEN.value // 16 * batch * shapes.outputs)
         self.d1 = room(map1 * base, dtype=low)
         self.d2 = room(batch * shapes.frame**2 * 64 * base, dtype=low)
-        self.sums1, self.sums2 = room(splits[0] * 161 * 64 * base), room(splits[1] * 801 * 64 * base)
+        self.sums1, self.sums2 = room(splits[0] * SUMS1.value * base), room(splits[1] * SUMS2.value * base)
         # The order of samples, how inputs are scaled (x * scale - shift), and the batch in work.
         self.order, self.counts = room(steps, batch, dtype=whole), room(steps, dtype=whole)
         self.scale, self.shift = room(4), room(4)
@@ -81,10 +80,10 @@ class Buffers:
 def splits_of(shapes: Shapes, tiles: Tiles) -> tuple[int, int]:
     """Return the numbers of partial sums, each of two tiles at least.
 
-    A loop of one tile is not pipelined, and Triton 3.6 then makes `conv1_backward` read beyond its shared memory.
+    A loop of one tile is not pipelined, and Triton 3.6 then makes `conv1_weights` read beyond its shared memory.
     """
     rows = shapes.batch * shapes.pooled1**2, shapes.batch * (2 * shapes.pooled2) ** 2
-    sizes = tiles.conv1_backward.size, tiles.conv2_backward.depth
+    sizes = tiles.weights_backward[:2]
     first, second = (min(n, all // (2 * size)) for n, all, size in zip(tiles.splits, rows, sizes, strict=True))
     return first, second
 
@@ -116,7 +115,7 @@ def launches(kind: Kind, at: Buffers, tiles: Tiles, lanes: int, padded: bool, sa
     def conv2() -> None:
         rows, _, warps, stages = tiles.conv2
         forward.conv2[-(-batch * pooled2**2 // rows), lanes](
-            at.pooled1, at.count, at.taps, at.theta, at.pooled2, at.arg2,
+            at.pooled1, at.count, at.flipped, at.theta, at.pooled2, at.arg2,
             size, batch, pooled1, pooled2, rows, learns, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
@@ -147,25 +146,25 @@ def launches(kind: Kind, at: Buffers, tiles: Tiles, lanes: int, padded: bool, sa
             size, batch, features, pooled2, columns, depth, kind.rule, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
-    def conv2_backward() -> None:
-        rows1, rows2, warps, stages = tiles.conv2_backward
-        inputs = -(-(batch * (pooled1 // tiles.side) ** 2) // rows1)
-        backward.conv2_backward[inputs + 5 * splits2, lanes](
-            at.count, at.awake, at.pooled1, at.d2, at.flipped, at.d1, at.sums2,
-            batch, pooled1, pooled2, tiles.side, rows1, splits2, rows2, padded, product,
+    def conv2_inputs() -> None:
+        rows, block, warps, stages = tiles.conv2_inputs
+        backward.conv2_inputs[-(-(batch * (pooled1 // block) ** 2) // rows), lanes](
+            at.d2, at.taps, at.d1, at.count,
+            batch, pooled1, pooled2, block, rows, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
-    def conv1_backward() -> None:
-        rows, _, warps, stages = tiles.conv1_backward
-        backward.conv1_backward[splits1, lanes](
-            at.x, at.count, at.d1, at.arg1, at.sums1,
-            batch, side, pooled1, splits1, rows, padded, product,
+    def weights_backward() -> None:
+        rows1, rows2, warps, stages = tiles.weights_backward
+        backward.weights_backward[splits1 + 5 * splits2, lanes](
+            at.x, at.count, at.awake, at.pooled1, at.d1, at.d2, at.arg1, at.sums1, at.sums2,
+            batch, side, pooled1, pooled2, splits1, rows1, splits2, rows2, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
     steps: Launches = {"conv1": conv1, "conv2": conv2, "dense": dense}
     steps["head" if learns else "answer"] = head if learns else answer
     if kind.base:
-        steps |= {"dense_backward": dense_backward, "conv2_backward": conv2_backward, "conv1_backward": conv1_backward}
+        base = {"dense_backward": dense_backward, "conv2_inputs": conv2_inputs, "weights_backward": weights_backward}
+        steps |= base
     return steps | {"update": lambda: _update(kind, at, lanes, (splits1, splits2), kind.base, padded, samples)}
 
 
@@ -178,7 +177,7 @@ def _update(
     kind: Kind, at: Buffers, lanes: int, splits: tuple[int, int], weights: bool, padded: bool, samples: Samples
 ) -> None:
     shapes = kind.shapes
-    backward.update[141 * weights + shapes.batch, lanes](
+    backward.update[backward.MOVERS.value * weights + shapes.batch, lanes](
         at.theta, at.velocity, at.anchor, at.drift, at.moving, at.numbers,
         at.spread, at.taps, at.flipped, at.sums1, at.sums2,
         at.order, at.counts, samples.x, samples.y, at.scale, at.shift,

@@ -27,9 +27,8 @@ class Tiles:
     dense: Tile
     head: Tile
     dense_backward: Tile
-    conv2_backward: Tile  # rows of the input gradient's tiles (size) and of the weight gradient's (depth)
-    conv1_backward: Tile
-    side: int  # of the pixel blocks that are rows of conv2's input gradient
+    conv2_inputs: Tile  # `depth`: the side of the pixel blocks that are its rows
+    weights_backward: Tile  # rows of conv1's tiles (size), and of conv2's (depth)
     splits: tuple[int, int]  # partial sums of conv1's and conv2's weight gradient
 
 
@@ -38,16 +37,25 @@ EXACT = 16  # up to here there is a graph for each number of lanes, beyond it nu
 _MANY = 1 << 30
 _HOPPER = {
     "bf16": (
-        Tiles(2, Tile(64, 1, 4, 2), Tile(16, 0, 4, 4), Tile(16, 128, 4, 5), Tile(64, 0, 8, 2), Tile(16, 128, 4, 3),
-              Tile(128, 64, 4, 3), Tile(64, 0, 4, 3), 1, (49, 12)),
+        Tiles(2, Tile(64, 1, 4, 2), Tile(16, 0, 4, 3), Tile(16, 128, 4, 5), Tile(64, 0, 8, 2), Tile(16, 128, 4, 3),
+              Tile(64, 1, 4, 4), Tile(64, 64, 4, 2), (49, 12)),
         Tiles(6, Tile(64, 1, 4, 2), Tile(64, 0, 4, 4), Tile(16, 128, 4, 5), Tile(64, 0, 8, 2), Tile(64, 128, 4, 2),
-              Tile(64, 64, 4, 3), Tile(64, 0, 4, 2), 2, (49, 5)),
+              Tile(64, 2, 4, 4), Tile(32, 64, 4, 2), (28, 5)),
         Tiles(EXACT, Tile(64, 1, 4, 2), Tile(64, 0, 4, 4), Tile(16, 128, 4, 3), Tile(64, 0, 8, 2),
-              Tile(64, 128, 4, 2), Tile(128, 64, 4, 3), Tile(32, 0, 4, 3), 2, (28, 5)),
+              Tile(64, 128, 4, 2), Tile(64, 2, 4, 4), Tile(32, 64, 4, 3), (28, 5)),
         Tiles(_MANY, Tile(64, 7, 4, 3), Tile(64, 0, 4, 4), Tile(64, 64, 4, 5), Tile(128, 0, 4, 2),
-              Tile(64, 128, 4, 3), Tile(128, 64, 4, 3), Tile(32, 0, 4, 3), 2, (7, 2)),
+              Tile(64, 128, 4, 3), Tile(128, 2, 8, 3), Tile(32, 32, 4, 3), (7, 2)),
+    ),
+    "tf32": (
+        Tiles(2, Tile(64, 1, 2, 2), Tile(16, 0, 2, 3), Tile(16, 64, 4, 5), Tile(32, 0, 8, 2), Tile(32, 64, 4, 3),
+              Tile(64, 1, 4, 3), Tile(32, 32, 2, 2), (49, 12)),
+        Tiles(EXACT, Tile(64, 1, 2, 2), Tile(64, 0, 4, 4), Tile(32, 64, 4, 5), Tile(64, 0, 4, 2), Tile(64, 128, 4, 2),
+              Tile(128, 2, 8, 3), Tile(32, 32, 2, 2), (28, 5)),
+        Tiles(_MANY, Tile(64, 7, 2, 2), Tile(64, 0, 4, 4), Tile(64, 64, 4, 5), Tile(128, 0, 4, 2),
+              Tile(64, 64, 4, 3), Tile(128, 2, 8, 3), Tile(32, 32, 2, 2), (7, 2)),
     ),
 }  # fmt: skip
+_HOPPER["fp32"] = _HOPPER["tf32"]  # a check, not a race
 _DEVICES = {(9, 0): _HOPPER}
 
 
