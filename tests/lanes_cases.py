@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.func import grad
 from torch.nn import functional
 
-from fedobp.algorithms import Moment, Sparse, Train
+from fedobp.algorithms import Moment, Sparse, Sweep, Train
 from fedobp.data import Dataset, FederatedData, Shard
 from fedobp.engine import Budget, Population, Task
 from fedobp.models import Model
@@ -181,6 +182,29 @@ def mixed_loss(model, client, batch):
     return batch.mean(functional.cross_entropy(model.logits(mixed, batch.x), batch.y, reduction="none"))
 
 
+def fit_scale(model, client, batch):
+    """Learn what scales the logits, with a rule of its own: draws, steps and epochs count."""
+
+    def loss(scale):
+        logits = model.logits(client.theta, batch.x) * scale
+        return batch.mean(functional.cross_entropy(logits, batch.y, reduction="none"))
+
+    noise = (batch.key % 1000).to(client.theta.dtype) / 1e5
+    rate = client.hp["slow"] / (1 + batch.step + batch.epoch)
+    scale = client.work["scale"] - rate * (grad(loss)(client.work["scale"]) + noise)
+    return client.set(scale=scale, other=client.work["other"] + batch.mean(batch.x.flatten(1).mean(dim=1)) * 1e-3)
+
+
+def go_on(model, client):
+    """Some clients stop sooner than others."""
+    return client.work["scale"].sum() * 1e4 % 3 > 1
+
+
+def use_scale(model, client):
+    """Let what follows depend on the sweep, and on how many batches it had."""
+    return client.set(theta=client.theta * client.work["scale"].mean() + client.data["steps"] * 1e-3)
+
+
 PULL = ("anchor", "mu")
 PHASES: dict[str, list[Any]] = {
     "plain": [Train(2)],
@@ -202,6 +226,11 @@ PHASES: dict[str, list[Any]] = {
     "no epochs": [Train(0)],
     "no epochs with a loss": [Train(0, loss=scaled_loss)],
     "an end without epochs": [Train(2), Train(0)],
+    "a sweep": [Sweep(fit_scale, 2), use_scale],
+    "a sweep of a part": [Sweep(fit_scale, 3, fraction=0.6, smallest=2), use_scale, Train(1)],
+    "a sweep of all at once": [Sweep(fit_scale, 2, whole=True), use_scale],
+    "a sweep while it pays": [Sweep(fit_scale, 9, go_on), use_scale],
+    "a sweep that never begins": [Sweep(fit_scale, 0), use_scale, Train(1)],
 }
 
 
@@ -218,7 +247,7 @@ class Plan:
 
     def program(self):
         def timed(item):
-            known = isinstance(item, Train) and self.epochs is not None
+            known = isinstance(item, Train | Sweep) and self.epochs is not None
             return replace(item, epochs=self.epochs) if known else item
 
         return [begin, *map(timed, PHASES[self.phases]), end]

@@ -154,7 +154,7 @@ class Small:
         self.model = Model("mlp", self.data.shape, 10)
         self.method = METHODS["fedobp"].configure({"q": 0.9, "ema": 0.5})
         theta = self.model.initial(1).double()
-        server, row, own = self.method.begin(self.model, theta)
+        server, row, own = self.method.begin(self.model, theta, 0)
         self.server, self.rows = server, Store(row, CLIENTS, Budget())
         self.hp = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
         self.people = Population(self.data, own, theta, 1, Budget())

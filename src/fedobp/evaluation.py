@@ -170,16 +170,16 @@ class Evaluator:
         for chunk in torch.arange(self._people.data.clients).split(self._at_once):
             now = moment(chunk)
             down, _ = method.send(model, now, server, rows.gather(chunk.tolist()))
-            task = Task(self._people, now, method.serve(model, now), down, hp)
+            task = Task(self._people, now, method.serve(model, now), down, hp, method.predict)
             served = serve(task)
-            found["served"] += engine.predict(task, served["theta"], "test")
+            found["served"] += engine.predict(task, served["theta"], "test", served)
             if self._validates:
-                found["validation"] += engine.predict(task, served["theta"], "val")
+                found["validation"] += engine.predict(task, served["theta"], "val", served)
             if everything:
                 found["last"] += engine.predict(task, engine.last(task, server["theta"]), "test")
                 if self._finetune_epochs:
                     tuned = serve(replace(task, program=[*task.program, Train(self._finetune_epochs)]))
-                    found["finetuned"] += engine.predict(task, tuned["theta"], "test")
+                    found["finetuned"] += engine.predict(task, tuned["theta"], "test", tuned)
             per_tensor = [part.sum(dim=1) for part in served["mine"].split(list(model.layout.sizes), dim=1)]
             counts.append(torch.stack(per_tensor, dim=1).cpu())
             if keep:

@@ -283,9 +283,12 @@ def _launch(
         going = {at: run for at, run in enumerate(runs) if round <= run.config.rounds and at not in failures}
         if not going:
             break
-        tasks = [run.begin_round(round) for run in going.values()]
-        for run, answer in zip(going.values(), engine.train(tasks), strict=True):
-            run.end_round(answer)
+        for run in going.values():
+            run.begin_round(round)
+        while turning := [run for run in going.values() if run.turns]:
+            tasks = [run.begin_turn() for run in turning]
+            for run, answer in zip(turning, engine.train(tasks), strict=True):
+                run.end_turn(answer)
         engine.prepare([run.next_task(round + 1) for run in going.values() if round < run.config.rounds])
         trained, done = time.perf_counter() - clock, engine.counters - before
         for at, run in going.items():
@@ -310,14 +313,15 @@ class Course:
         self.config, self.model, self.data = config, model, data
         self.method = method_class(config.method).configure(config.options)
         theta = model.initial(config.seed).to(data.x.device, data.dtype)
-        state = self.method.begin(model, theta)
+        state = self.method.begin(model, theta, config.seed)
         self.server, self.rows = state.server, Store(state.row, data.clients, budget)
         self.people = Population(data, state.own, theta, config.seed, budget)
 
     def moment(self, round: int, cohort: Tensor, epochs: int | None = None) -> Moment:
         """Return a round with its clients and their local epochs."""
         config = self.config
-        return Moment(round, config.rounds, config.clients, config.epochs if epochs is None else epochs, cohort)
+        epochs = config.epochs if epochs is None else epochs
+        return Moment(round, config.rounds, config.clients, epochs, cohort, config.seed)
 
     def numbers(self, lr: float) -> dict[str, float]:
         """Return what clients get as `hp`."""
@@ -363,7 +367,9 @@ class _Run(Course):
         self.about = {"method": config.method, "model": config.model, **self.data.about()}
         self.cohorts = cohorts(config)
         self.now = self.coming = self.moment(0, torch.tensor([]))
-        self.pending: list[_Cost] = []
+        self.turns: list[Moment] = []
+        self.costs: list[_Cost] = []  # of this round's turns
+        self.pending: list[list[_Cost]] = []  # of rounds that are not written down yet
         self.bytes = {"bytes_down": 0, "bytes_up": 0}
         self.reports: list[Report] = []
         self.seconds = 0.0
@@ -371,35 +377,46 @@ class _Run(Course):
     def next_task(self, round: int) -> Task:
         """Return what the next round will ask of its cohort, but for what it will send."""
         if round != self.coming.round:
-            self.coming = self.moment(round, next(self.cohorts))
-        return self.task(self.coming)
+            cohort = next(self.cohorts)
+            everyone = self.method.everyone(round, self.config.rounds)
+            self.coming = self.moment(round, torch.arange(self.config.clients) if everyone else cohort)
+        return self.task(self.turns_of(self.coming)[0])
 
-    def begin_round(self, round: int) -> Task:
-        """Walk through one round (the paper's Algorithm 1, and every other method's): sample and send ..."""
-        self.now = self.next_task(round).now
-        task = self.send(self.now)
+    def turns_of(self, now: Moment) -> list[Moment]:
+        """Return the cohorts that train one after the other in a round: one, or as many as there are clients."""
+        return [now] if self.method.together else [replace(now, cohort=one) for one in now.cohort.split(1)]
+
+    def begin_round(self, round: int) -> None:
+        """Walk through one round (the paper's Algorithm 1, and every other method's): sample, ..."""
+        self.next_task(round)
+        self.now, self.costs = self.coming, []
+        self.turns = self.turns_of(self.now)
+
+    def begin_turn(self) -> Task:
+        """... send ..."""
+        task = self.send(self.turns[0])
         self.down = task.down
         return task
 
-    def end_round(self, answer: Trained) -> None:
+    def end_turn(self, answer: Trained) -> None:
         """... and, after the cohort has trained, receive."""
-        self.receive(self.now, answer)
-        lr = self.config.lr_at(self.now.round)
+        now = self.turns.pop(0)
+        self.receive(now, answer)
         seen = Arriving(answer.loss), Arriving(answer.finite)
-        self.pending.append(_Cost(self.now, lr, *seen, Payload(self.down), Payload(answer.up)))
+        self.costs.append(_Cost(now, self.config.lr_at(now.round), *seen, Payload(self.down), Payload(answer.up)))
 
     def evaluate_and_log(self) -> None:
         """Evaluate if it is due, and write down what is known.
 
         CUDA may still be busy with this round: then its costs are asked for when the next one is under way.
         """
-        due, newest = self._due(self.now.round), self.pending.pop()
+        due = self._due(self.now.round)
         while self.pending:
-            self._log(self.pending.pop(0).settled())
+            self._log(_settled(self.pending.pop(0)))
         if self.data.x.is_cuda and not due:
-            self.pending = [newest]
+            self.pending = [self.costs]
             return
-        line = newest.settled()
+        line = _settled(self.costs)
         try:
             if due:
                 self.reports.append(self._evaluate(self.now.round))
@@ -475,7 +492,7 @@ class _Run(Course):
 
 @dataclass(frozen=True)
 class _Cost:
-    """What a round cost, as tensors that a device may still be computing."""
+    """What a turn cost, as tensors that a device may still be computing."""
 
     now: Moment
     lr: float
@@ -484,12 +501,18 @@ class _Cost:
     down: Payload
     up: Payload
 
-    def settled(self) -> dict[str, Any]:
-        """Wait for the numbers, and return them as a line of the log."""
-        finite = self.finite.value()
+
+def _settled(turns: Sequence[_Cost]) -> dict[str, Any]:
+    """Wait for a round's numbers, and return them as a line of the log."""
+    for turn in turns:
+        finite = turn.finite.value()
         if not finite.all():
-            raise diverged(self.now, finite, self.lr)
-        losses = [loss for loss in self.loss.value().tolist() if not math.isnan(loss)]
-        mean_loss = sum(losses) / len(losses) if losses else None
-        head = {"round": self.now.round, "cohort": self.now.cohort.tolist()}
-        return {**head, "loss": mean_loss, "bytes_down": self.down.bytes(), "bytes_up": self.up.bytes()}
+            raise diverged(turn.now, finite, turn.lr)
+    losses = [loss for turn in turns for loss in turn.loss.value().tolist() if not math.isnan(loss)]
+    return {
+        "round": turns[0].now.round,
+        "cohort": [client for turn in turns for client in turn.now.cohort.tolist()],
+        "loss": sum(losses) / len(losses) if losses else None,
+        "bytes_down": sum(turn.down.bytes() for turn in turns),
+        "bytes_up": sum(turn.up.bytes() for turn in turns),
+    }

@@ -155,13 +155,13 @@ def test_defaults_pass_their_own_checks(cls):
 def test_every_method_starts_from_theta_0_and_keeps_it_on_the_server(cls):
     model = Model("mlp", (4,), 2)
     theta = model.initial(0)
-    assert cls().begin(model, theta).server["theta"].equal(theta)
+    assert cls().begin(model, theta, 0).server["theta"].equal(theta)
 
 
 def test_the_base_class_does_nothing_by_itself():
     method, model, empty = Method(), Model("mlp", (4,), 2), {}
     for call in (
-        lambda: method.begin(model, torch.zeros(1)),
+        lambda: method.begin(model, torch.zeros(1), 0),
         lambda: method.send(model, now(0), empty, empty),
         lambda: method.local(model, now(0)),
         lambda: method.receive(model, now(0), empty, empty, empty, torch.ones(1)),

@@ -10,7 +10,7 @@ NOW = moment(0, 1)
 
 
 def test_two_rounds_by_hand():
-    server, rows, own = METHOD.begin(None, vector(1, 2))
+    server, rows, own = METHOD.begin(None, vector(1, 2), 0)
     owns = [own, own]
     for shared in ([2, 5], [3, 8]):
         down, rows = METHOD.send(None, NOW, server, rows)
@@ -32,7 +32,7 @@ def test_two_rounds_by_hand():
 
 
 def test_a_client_never_selected_uses_theta_0():
-    own = METHOD.begin(None, vector(1, 2)).own
+    own = METHOD.begin(None, vector(1, 2), 0).own
     served, _ = walk(None, METHOD.serve(None, NOW), own, {"theta": vector(7, 8)}, [])
     assert served.theta.tolist() == [1, 2]
 

@@ -26,7 +26,7 @@ def run(program, own: dict[str, Tensor], theta: Tensor, step: Tensor) -> Client:
 @pytest.mark.parametrize("name", ["fedavg", "fedavg-ft", "fedavg-last"])
 def test_a_round_by_hand(name):
     method = METHODS[name]()
-    server, row, own = method.begin(MODEL, vector(1, 2))
+    server, row, own = method.begin(MODEL, vector(1, 2), 0)
     down, rows = method.send(MODEL, NOW, server, {})
     assert (row, rows) == ({}, {})
     assert {key: value.tolist() for key, value in down.items()} == {"theta": [[1, 2], [1, 2]]}
@@ -44,7 +44,7 @@ def test_a_round_by_hand(name):
 @pytest.mark.parametrize("name", ["fedavg", "fedavg-ft"])
 def test_clients_of_fedavg_remember_nothing(name):
     method = METHODS[name]()
-    own = method.begin(MODEL, vector(1, 2)).own
+    own = method.begin(MODEL, vector(1, 2), 0).own
     assert own == run(method.local(MODEL, NOW), own, vector(1, 2), vector(1, 1)).own == {}
 
 
@@ -67,7 +67,7 @@ def test_fedavg_ft_serves_the_global_model_after_finetuning(epochs):
 
 def test_fedavg_last_serves_the_global_model_until_the_client_has_trained():
     method = METHODS["fedavg-last"]()
-    server, _, own = method.begin(MODEL, vector(1, 2))
+    server, _, own = method.begin(MODEL, vector(1, 2), 0)
     assert (own["theta"].tolist(), own["seen"].tolist()) == ([1, 2], False)
     served = run(method.serve(MODEL, NOW), own, vector(5, 6), vector(100, 100))
     assert served.theta.tolist() == [5, 6]
@@ -77,7 +77,7 @@ def test_fedavg_last_serves_the_global_model_until_the_client_has_trained():
 
 def test_fedavg_last_serves_the_model_that_the_client_last_trained():
     method = METHODS["fedavg-last"]()
-    own = method.begin(MODEL, vector(1, 2)).own
+    own = method.begin(MODEL, vector(1, 2), 0).own
     for start, trained in ((vector(1, 2), [4, 5]), (vector(10, 20), [13, 23])):
         done = run(method.local(MODEL, NOW), own, start, vector(1, 1))
         assert done.up["theta"].tolist() == done.own["theta"].tolist() == trained

@@ -25,7 +25,7 @@ def model():
 
 def test_a_round_by_hand(model):
     method = METHOD()
-    server, rows, own = method.begin(model, vector(1, 2, 3, 4, 5))
+    server, rows, own = method.begin(model, vector(1, 2, 3, 4, 5), 0)
     down, rows = method.send(model, NOW, server, rows)
     owns, bases = [], []
     for client, step in ((0, vector(4, 0, 0, 0, 0)), (1, vector(0, 4, 0, 0, 0))):

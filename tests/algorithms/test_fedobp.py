@@ -78,14 +78,14 @@ def run(program, model: Model, own: dict[str, Tensor], down: Sparse, client: int
 
 def test_begin_gives_everyone_theta_0_and_no_upload(model):
     theta = vector(1, 2, 3, 4, 5)
-    server, row, own = FedOBP().begin(model, theta)
+    server, row, own = FedOBP().begin(model, theta, 0)
     assert {name: value.tolist() for name, value in server.items()} == {"theta": [1, 2, 3, 4, 5]}
     assert {name: value.tolist() for name, value in row.items()} == {"theta": [1, 2, 3, 4, 5], "seen": False}
     assert {name: value.tolist() for name, value in own.items()} == {"theta": [1, 2, 3, 4, 5]}
 
 
 def test_begin_keeps_scores_only_with_ema(model):
-    row = FedOBP(ema=0.5).begin(model, vector(1, 2, 3, 4, 5)).row
+    row = FedOBP(ema=0.5).begin(model, vector(1, 2, 3, 4, 5), 0).row
     assert set(row) == {"theta", "seen", "score", "scored"}
     assert row["score"].tolist() == [0] * 5
     assert row["scored"].tolist() is False
@@ -141,7 +141,7 @@ def test_layer_norm_rescales_within_tensors_and_global_norm_changes_nothing(mode
 def test_in_round_1_nothing_is_personal_and_nothing_is_nan(model, norm, scope, start, q):
     method = FedOBP(q=q, norm=norm, scope=scope, start=start)
     theta = vector(1, -2, 3, 4, 0)
-    server, row, own = method.begin(model, theta)
+    server, row, own = method.begin(model, theta, 0)
     sent, _ = send(method, model, server["theta"], {name: value[None] for name, value in row.items()})
     assert sent.keep.all()
     served = run(method.serve(model, moment(1)), model, own, sent, 0)
@@ -304,7 +304,7 @@ class Rounds:
 
     def __init__(self, method, model: Model, theta: Tensor, n: tuple[int, int]) -> None:
         self.method, self.model, self.n = method, model, torch.tensor(n)
-        start = method.begin(model, theta)
+        start = method.begin(model, theta, 0)
         self.server, self.own = start.server, [start.own, start.own]
         self.rows = {name: torch.stack([value, value]) for name, value in start.row.items()}
 

@@ -46,7 +46,7 @@ def run(model: Model, program, own: dict[str, Tensor], base: Tensor, step: Tenso
 
 
 def test_two_rounds_by_hand(model):
-    server, row, own = METHOD.begin(model, vector(1, 2, 3, 4, 5))
+    server, row, own = METHOD.begin(model, vector(1, 2, 3, 4, 5), 0)
     assert row == {}
     assert {name: value.tolist() for name, value in own.items()} == {"head": [3, 4, 5]}
     owns, rows = [own, own], {}
@@ -72,13 +72,13 @@ def test_two_rounds_by_hand(model):
 
 
 def test_a_client_never_selected_serves_the_shared_base_with_the_head_of_theta_0(model):
-    own = METHOD.begin(model, vector(1, 2, 3, 4, 5)).own
+    own = METHOD.begin(model, vector(1, 2, 3, 4, 5), 0).own
     served = run(model, METHOD.serve(model, NOW), own, vector(7, 8), torch.ones(5))
     assert served.theta.tolist() == [7, 8, 3, 4, 5]
 
 
 def test_the_classifier_need_not_come_last(head_first):
-    server, _, own = METHOD.begin(head_first, vector(1, 2, 3, 4, 5))
+    server, _, own = METHOD.begin(head_first, vector(1, 2, 3, 4, 5), 0)
     assert own["head"].tolist() == [1, 2, 3]
     down, rows = METHOD.send(head_first, NOW, server, {})
     assert down["base"].tolist() == [[4, 5], [4, 5]]

@@ -10,7 +10,7 @@ NOW = moment(0, 1)
 
 
 def test_a_round_by_hand():
-    server, rows, own = METHOD.begin(None, vector(1, 2))
+    server, rows, own = METHOD.begin(None, vector(1, 2), 0)
     down, rows = METHOD.send(None, NOW, server, rows)
     done = []
     for client, step in ((0, vector(4, 0)), (1, vector(0, 8))):

@@ -29,7 +29,7 @@ def model():
 )
 def test_a_round_by_hand(model, mode, shared, private):
     method, theta = METHODS["lg-fedavg"](mode=mode), vector(0, 1, 2, 3, 4, 5)
-    server, rows, own = method.begin(model, theta)
+    server, rows, own = method.begin(model, theta, 0)
     assert own["private"].tolist() == private  # each entry is its own position
     down, rows = method.send(model, NOW, server, rows)
     assert down["shared"].tolist() == [shared, shared]

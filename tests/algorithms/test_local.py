@@ -24,7 +24,7 @@ def run(program, own: dict[str, Tensor], step: Tensor) -> Client:
 
 
 def test_two_rounds_by_hand():
-    server, row, own = METHOD.begin(MODEL, vector(1, 2))
+    server, row, own = METHOD.begin(MODEL, vector(1, 2), 0)
     assert row == {}
     assert own["theta"].tolist() == [1, 2]
     owns = [own, own]
@@ -47,5 +47,5 @@ def test_two_rounds_by_hand():
 
 
 def test_a_client_never_selected_serves_theta_0():
-    own = METHOD.begin(MODEL, vector(1, 2)).own
+    own = METHOD.begin(MODEL, vector(1, 2), 0).own
     assert run(METHOD.serve(MODEL, NOW), own, vector(100, 100)).theta.tolist() == [1, 2]

@@ -10,7 +10,7 @@ NOW = moment(0, 1)
 
 
 def test_two_visits_by_hand():
-    server, rows, own = METHOD.begin(None, vector(0, 0, 0, 0))
+    server, rows, own = METHOD.begin(None, vector(0, 0, 0, 0), 0)
     down, rows = METHOD.send(None, NOW, server, rows)
     done = []
     for client, step in ((0, vector(1, 2, 3, 4)), (1, vector(8, 4, 2, 1))):
@@ -30,7 +30,7 @@ def test_two_visits_by_hand():
 
 
 def test_a_client_never_selected_is_served_the_global_model():
-    own = METHOD.begin(None, vector(0, 0)).own
+    own = METHOD.begin(None, vector(0, 0), 0).own
     served, _ = walk(None, METHOD.serve(None, NOW), own, {"theta": vector(5, 1)}, [])
     assert served.theta.tolist() == [5, 1]
     assert not served.work["mine"].any()

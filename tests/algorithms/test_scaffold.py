@@ -25,7 +25,7 @@ def visit(own, down, step, steps):
 
 
 def test_two_rounds_by_hand():
-    server, rows, own = METHOD.begin(None, vector(1, 2))
+    server, rows, own = METHOD.begin(None, vector(1, 2), 0)
     down, rows = METHOD.send(None, NOW, server, rows)
     assert sorted(down) == ["control", "theta"]
     first, second = visit(own, row(down, 0), vector(-2, 0), 2), visit(own, row(down, 1), vector(0, 4), 4)
@@ -44,7 +44,7 @@ def test_two_rounds_by_hand():
 
 
 def test_without_a_step_the_control_stays():
-    _, _, own = METHOD.begin(None, vector(1, 2))
+    _, _, own = METHOD.begin(None, vector(1, 2), 0)
     down = {"theta": vector(1, 2), "control": vector(3, 4)}
     done = visit({"control": vector(5, 6)}, down, vector(0, 0), 0)
     assert done.own["control"].tolist() == [5, 6]

@@ -288,7 +288,7 @@ def test_a_whole_round_does_not_wait(method):
     model, data = made("cnn-small"), federated(DEVICE, torch.float32)
     chosen = METHODS[method].configure({"q": 0.9, "ema": 0.5} if method == "fedobp" else {})
     theta = model.initial(3).to(DEVICE)
-    start = chosen.begin(model, theta)
+    start = chosen.begin(model, theta, 0)
     server, rows = start.server, Store(start.row, CLIENTS, Budget())
     people, engine = Population(data, start.own, theta, 5, Budget()), Lanes(model, BATCH)
     hp = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, **chosen.floats()}

@@ -6,10 +6,12 @@ from fedobp.algorithms.base import (
     Method,
     Moment,
     Option,
+    Predict,
     Program,
     Record,
     Sparse,
     Start,
+    Sweep,
     Tensors,
     Train,
 )
@@ -27,8 +29,8 @@ from fedobp.algorithms.scaffold import Scaffold
 from fedobp.errors import unknown
 
 __all__ = [
-    "METHODS", "Batch", "Client", "Method", "Moment", "Option", "Program", "Record", "Sparse", "Start", "Tensors",
-    "Train", "method_class",
+    "METHODS", "Batch", "Client", "Method", "Moment", "Option", "Predict", "Program", "Record", "Sparse", "Start",
+    "Sweep", "Tensors", "Train", "method_class",
 ]  # fmt: skip
 
 METHODS: dict[str, type[Method]] = {

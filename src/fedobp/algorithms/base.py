@@ -5,7 +5,7 @@ consists of two kinds of functions:
 
 - `begin`, `send`, `receive` run on the server and see the whole cohort: tensors have a leading axis of clients;
 - `local` and `serve` return a *program* that one client runs: plain functions of one `Client` (no leading axis), and
-  `Train`, which an engine carries out. An engine may vectorise both; a remote node calls them as they are.
+  `Train` and `Sweep`, which an engine carries out. An engine may vectorise all; a remote node calls them as they are.
 
 State has three homes: `server` (one), `row` (a client's record on the server) and `own` (a client's state, which never
 leaves it). By convention `server["theta"]` is the global model; entries that nobody shares stay at theta^0 there.
@@ -48,9 +48,8 @@ class Client:
     work: Tensors  # scratch, forgotten after the program; the model in use is work["theta"]
     up: Record  # what `receive` will get
     hp: Tensors  # lr, momentum, weight_decay and the method's float options, as 0-d tensors
-    data: Tensors = field(
-        default_factory=dict
-    )  # n: training samples, counts: of each label, steps: of the last `Train`
+    # n: training samples; counts: of each label; steps: batches of the last phase
+    data: Tensors = field(default_factory=dict)
 
     @property
     def theta(self) -> Tensor:
@@ -76,6 +75,9 @@ class Batch(NamedTuple):
     x: Tensor
     y: Tensor
     weight: Tensor  # 1 a sample, 0 padding
+    key: Tensor  # a random key of this client's own for this step
+    step: Tensor  # batches that the client has had in this phase
+    epoch: Tensor
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean of one value a sample over the samples that are real."""
@@ -111,7 +113,25 @@ class Train:
             raise ValueError("without a loss of its own, a phase trains one vector")
 
 
-Program = Sequence[Train | Callable[[Model, Client], Client]]
+@dataclass(frozen=True)
+class Sweep:
+    """Go through a client's batches with a function of one's own: other rules of learning, statistics, adaptation.
+
+    `step` changes `work` only, leaves names, shapes and types as they are, and takes gradients with `torch.func`.
+    """
+
+    step: Callable[[Model, Client, Batch], Client]
+    epochs: int = 1  # at most
+    more: Callable[[Model, Client], Tensor] | None = None  # asked before each epoch: does this client go on?
+    fraction: float = 1.0  # of the samples, drawn once a phase
+    smallest: int = 1  # batches with fewer samples are skipped; training skips those of one
+    whole: bool = False  # all samples are one batch
+
+
+Program = Sequence[Train | Sweep | Callable[[Model, Client], Client]]
+
+
+Predict = Callable[[Model, Tensors, Tensor], Tensor]  # of a model, one client's `work`, and inputs
 
 
 class Start(NamedTuple):
@@ -131,6 +151,7 @@ class Moment:
     clients: int
     epochs: int  # the local epochs that every method may spend on a visit
     cohort: Tensor  # client ids, in sampled order
+    seed: int = 0  # the run's: draws on the server are keyed by it
 
 
 def option(
@@ -148,8 +169,22 @@ class Method:
     summary: ClassVar[str]
     paper: ClassVar[str]
 
-    def begin(self, model: Model, theta: Tensor) -> Start:
-        """Return the state before round 1, given theta^0."""
+    @property
+    def together(self) -> bool:
+        """Whether a round's clients train at once; if not, each of them is a cohort by itself, one after the other."""
+        return True
+
+    def everyone(self, round: int, rounds: int) -> bool:
+        """Say whether all clients take part in a round, and not a sample of them."""
+        return False
+
+    @property
+    def predict(self) -> Predict | None:
+        """How logits come from what `serve` leaves in `work`; None: they are those of the model work["theta"]."""
+        return None
+
+    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+        """Return the state before round 1, given theta^0 and the run's seed."""
         raise NotImplementedError
 
     def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:

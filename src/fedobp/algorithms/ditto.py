@@ -44,7 +44,7 @@ class Ditto(FedAvg):
     lam: float = option(1.0, "strength of the pull to the global model; 1 is the authors' scripts'", low=0)
     personal_epochs: int = option(1, "epochs of the personal model, beside the local epochs; the frameworks' 1", low=0)
 
-    def begin(self, model: Model, theta: Tensor) -> Start:
+    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
         """Each client holds a personal model, which starts at theta^0."""
         return Start(server={"theta": theta}, row={}, own={"personal": theta})
 

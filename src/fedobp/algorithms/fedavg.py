@@ -47,7 +47,7 @@ class FedAvg(Method):
     summary: ClassVar[str] = "one global model for everyone: the sample-weighted mean of the clients' models"
     paper: ClassVar[str] = "McMahan et al., Communication-Efficient Learning of Deep Networks, AISTATS 2017"
 
-    def begin(self, model: Model, theta: Tensor) -> Start:
+    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
         """Only the global model exists."""
         return Start(server={"theta": theta}, row={}, own={})
 
@@ -109,7 +109,7 @@ class FedAvgLast(FedAvg):
     summary: ClassVar[str] = "FedAvg in which each client uses the model that it last trained itself"
     paper: ClassVar[str] = "no paper: the rival that costs nothing, and that comparisons leave out"
 
-    def begin(self, model: Model, theta: Tensor) -> Start:
+    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
         """Each client holds its last model, once it has one."""
         never = theta.new_zeros((), dtype=torch.bool)
         return Start(server={"theta": theta}, row={}, own={"theta": theta, "seen": never})

@@ -73,7 +73,7 @@ class FedOBP(Method):
         choices=("global", "literal"),
     )
 
-    def begin(self, model: Model, theta: Tensor) -> Start:
+    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
         """Row and own hold the same last model: the server scores what the client will merge."""
         never = theta.new_zeros((), dtype=torch.bool)
         row = {"theta": theta, "seen": never}

@@ -45,7 +45,7 @@ class FedPer(Method):
     summary: ClassVar[str] = "shared base, private head, trained together; the head never leaves the client"
     paper: ClassVar[str] = "Arivazhagan et al., Federated Learning with Personalization Layers, 2019"
 
-    def begin(self, model: Model, theta: Tensor) -> Start:
+    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
         """Each client holds a head; the server's model keeps theta^0's."""
         return Start(server={"theta": theta}, row={}, own={"head": model.layout.split(theta)[1]})
 

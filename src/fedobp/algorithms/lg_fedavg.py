@@ -51,7 +51,7 @@ class LGFedAvg(Method):
         """Return the vector made of both."""
         return model.layout.join(private, shared, self._inside(model))
 
-    def begin(self, model: Model, theta: Tensor) -> Start:
+    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
         """Each client holds its lower layers; the server's model keeps theta^0's."""
         return Start(server={"theta": theta}, row={}, own={"private": self.shared(model, theta)[0]})
 

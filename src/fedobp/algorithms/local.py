@@ -31,7 +31,7 @@ class LocalOnly(Method):
     summary: ClassVar[str] = "no federation: every client trains a model of its own, nothing is sent"
     paper: ClassVar[str] = "the usual lower baseline; no paper"
 
-    def begin(self, model: Model, theta: Tensor) -> Start:
+    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
         """Each client holds a model; the server's stays at theta^0."""
         return Start(server={"theta": theta}, row={}, own={"theta": theta})
 

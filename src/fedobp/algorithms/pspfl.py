@@ -44,7 +44,7 @@ class PSPFL(FedAvg):
     )
     share: float = option(0.5, "quantile up to which trained values are sent; swept over .1 to .9 there", low=0, high=1)
 
-    def begin(self, model: Model, theta: Tensor) -> Start:
+    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
         """Each client holds its last model, once it has one."""
         never = theta.new_zeros((), dtype=torch.bool)
         return Start(server={"theta": theta}, row={}, own={"theta": theta, "seen": never})

@@ -50,7 +50,7 @@ class Scaffold(FedAvg):
     summary: ClassVar[str] = "FedAvg whose gradients are corrected for each client's drift; sends everything twice"
     paper: ClassVar[str] = "Karimireddy et al., SCAFFOLD, ICML 2020"
 
-    def begin(self, model: Model, theta: Tensor) -> Start:
+    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
         """All controls start at 0."""
         zero = torch.zeros_like(theta)
         return Start(server={"theta": theta, "control": zero}, row={}, own={"control": zero})

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from fedobp.algorithms import Moment, Program, Record, Tensors
+from fedobp.algorithms import Moment, Predict, Program, Record, Tensors
 from fedobp.data import FederatedData, Split
 from fedobp.engine.store import Budget, Store
 from fedobp.errors import FedobpError
@@ -50,6 +50,7 @@ class Task:
     program: Program
     down: Record
     hp: Mapping[str, float]
+    predict: Predict | None = None  # how logits come from what a serving program leaves in `work`, if in no plain way
 
 
 class Trained(NamedTuple):
@@ -93,13 +94,19 @@ class Engine(Protocol):
         """Do what can be done for the next tasks while a device works on the last ones; they have no downloads yet."""
 
     def serve(self, task: Task) -> Tensors:
-        """Run a serving program on a cohort; return the models `theta` and their `mine` masks."""
+        """Run a serving program on a cohort; return the models `theta` and their `mine` masks.
+
+        For a task with `predict`, all else that is in `work` comes too.
+        """
 
     def last(self, task: Task, otherwise: Tensor) -> Tensor:
         """Return each client's last local model, and `otherwise` for a client that has never trained."""
 
-    def predict(self, task: Task, theta: Tensor, split: Split) -> list[Tensor]:
-        """Return the labels that each client's model gives to its samples, on the CPU."""
+    def predict(self, task: Task, theta: Tensor, split: Split, beside: Tensors | None = None) -> list[Tensor]:
+        """Return the labels that each client's model gives to its samples, on the CPU.
+
+        With `beside`, what else `serve` returned, it is the task's `predict` that says so.
+        """
 
 
 def diverged(now: Moment, finite: Tensor, lr: float) -> FedobpError:

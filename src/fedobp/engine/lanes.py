@@ -14,22 +14,23 @@ import math
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from fedobp.algorithms import Batch, Client, Record, Tensors, Train
-from fedobp.data import Split
+from fedobp.algorithms import Batch, Client, Record, Sweep, Tensors, Train
+from fedobp.data import FederatedData, Split
 from fedobp.engine.arithmetic import Precision, steady
 from fedobp.engine.cost import Cost, cost
 from fedobp.engine.fit import Rule, Stack, active, descend, move
 from fedobp.engine.graphs import Graphs
 from fedobp.engine.interface import Counters, Task, Trained
 from fedobp.engine.kernels import fused_for
-from fedobp.engine.schedule import batches_of, orders
+from fedobp.engine.schedule import SUBSET, batches_of, orders, share_of, step_key
 from fedobp.engine.serial import last_models, poisoned
 from fedobp.engine.stack import Columns, Forward, Grouped, stacked
 from fedobp.keys import Purpose, fold
@@ -44,21 +45,21 @@ _STACK_LANES = 32
 _TEST_BATCH = 256
 
 T = TypeVar("T")
-Walk = Generator["_Phase", tuple[Tensors, Tensor], tuple[Client, Tensor]]
+Walk = Generator["_Phase", "_Done", tuple[Client, Tensor]]
 
 
 @dataclass(frozen=True)
 class _Phase:
-    """A `Train` at which one run's cohort stands."""
+    """A `Train` or a `Sweep` at which one run's cohort stands."""
 
     task: Task
-    item: Train
+    item: Any
     client: Any  # a `Client` with a leading axis; None where only the order of samples is asked for
     keys: Tensor  # one a client; the epoch is not yet in it
 
     @property
     def options(self) -> Hashable:
-        """What every kind of phase must share: the samples, and which terms its step has."""
+        """What every kind of training must share: the samples, and which terms its step has."""
         item = self.item
         terms = (item.mask is None, item.pull is None, item.drift is None)
         return (self.task.people.data.x.data_ptr(), item.part, *terms)
@@ -67,12 +68,27 @@ class _Phase:
     def kind(self) -> Hashable:
         """Phases of one kind train together. What differs from lane to lane is not in it: numbers, epochs, data."""
         item, client = self.item, self.client
-        if item.loss is None:
+        if isinstance(item, Train) and item.loss is None:
             return self.options
-        # A loss may look at everything that a client has, so there all of it must have the same names and shapes.
+        # A function may look at everything that a client has, so all of it must have the same names and shapes.
         homes: dict[str, Mapping[str, Any]] = {"own": client.own, "down": client.down, "work": client.work}
         seen = [(home, name, _shape(value)) for home, record in homes.items() for name, value in record.items()]
-        return (self.options, replace(item, epochs=0), tuple(client.hp), tuple(seen))
+        same = replace(item, epochs=0) if isinstance(item, Train) else item
+        terms = (type(item), *(_function(value) for value in vars(same).values()))
+        return (self.task.people.data.x.data_ptr(), terms, tuple(client.hp), tuple(seen))
+
+
+class _Done(NamedTuple):
+    """What a phase gave: changed scratch values, mean losses (NaN: none), and how many batches it took."""
+
+    work: Tensors
+    loss: Tensor
+    steps: Tensor
+
+
+def _function(value: Any) -> Hashable:
+    """Return what makes functions the same: a method is, on equal objects."""
+    return (value.__func__, value.__self__) if hasattr(value, "__func__") else value
 
 
 def _shape(value: Any) -> Hashable:
@@ -86,8 +102,8 @@ class _Lane:
     phase: _Phase
     row: int
     client: int
-    n: int
-    steps: int
+    n: int  # samples in use
+    steps: int  # of training; in a sweep, of one epoch
 
 
 class Lanes:
@@ -148,15 +164,17 @@ class Lanes:
         """Run a serving program on a cohort; what it remembers is dropped."""
         [(done, _)] = self._run([task], Purpose.SERVE)
         nothing = torch.zeros_like(done.theta, dtype=torch.bool)
-        return {"theta": done.theta, "mine": done.work.get("mine", nothing)}
+        rest = done.work if task.predict else {}
+        return {**rest, "theta": done.theta, "mine": done.work.get("mine", nothing)}
 
     def last(self, task: Task, otherwise: Tensor) -> Tensor:
         """Return each client's last local model, and `otherwise` for a client that has never trained."""
         return last_models(task, otherwise)
 
-    def predict(self, task: Task, theta: Tensor, split: Split) -> list[Tensor]:
+    def predict(self, task: Task, theta: Tensor, split: Split, beside: Tensors | None = None) -> list[Tensor]:
         """Return the labels that each client's model gives to its samples, on the CPU."""
         data, clients, device = task.people.data, task.now.cohort, theta.device
+        special = partial(task.predict, self._model) if task.predict and beside else None
         sizes = [data.size(client, split) for client in clients.tolist()]
         found = torch.zeros(len(sizes), max(sizes), dtype=torch.int64, device=device)
 
@@ -164,21 +182,27 @@ class Lanes:
         def test(rows: Sequence[int]) -> None:
             chosen = torch.tensor(rows)
             fused, longest = self._kernels(device), sizes[rows[0]]
-            if fused and longest:
+            if fused and longest and special is None:
                 positions = torch.arange(longest, device=device).expand(len(rows), -1)
                 ids = data.ids(clients[chosen], positions, split)
                 there = send(chosen, device)
                 found[there, :longest] = fused.labels(theta[there], ids, [sizes[row] for row in rows], data)
                 return
-            tensors = self._model.layout.views(theta[chosen.to(device)])
+            there = chosen.to(device)
+            mine = {name: values[there] for name, values in (beside or {}).items()}
+            tensors = self._model.layout.views(theta[there])
             for start in range(0, longest, _TEST_BATCH):
                 width = min(_TEST_BATCH, longest - start)
                 lanes = sum(sizes[row] > start for row in rows)
                 positions = torch.arange(start, start + width, device=device).expand(lanes, -1)
                 ids = data.ids(clients[chosen[:lanes]], positions, split)
                 x = data.samples(ids.flatten()).unflatten(0, ids.shape)
-                logits = self._logits({name: tensor[:lanes] for name, tensor in tensors.items()}, x)
-                found[chosen[:lanes].to(device), start : start + width] = logits.argmax(dim=2)
+                if special:
+                    with self._autocast(x):
+                        logits = vmap(special)(_first(mine, lanes), x)
+                else:
+                    logits = self._logits({name: tensor[:lanes] for name, tensor in tensors.items()}, x)
+                found[there[:lanes], start : start + width] = logits.argmax(dim=2)
 
         longest_first = sorted(range(len(sizes)), key=lambda row: -sizes[row])
         self._work(test, self._dealt(longest_first, theta, _TEST_BATCH), device)
@@ -198,7 +222,7 @@ class Lanes:
         done: dict[int, tuple[Client, Tensor]] = {}
         waiting: dict[int, _Phase] = {}
 
-        def go_on(at: int, answer: tuple[Tensors, Tensor] | None) -> None:
+        def go_on(at: int, answer: _Done | None) -> None:
             try:
                 waiting[at] = next(walks[at]) if answer is None else walks[at].send(answer)
             except StopIteration as end:
@@ -210,12 +234,13 @@ class Lanes:
             kind = next(iter(waiting.values())).kind
             together = [at for at, phase in waiting.items() if phase.kind == kind]
             phases = [waiting.pop(at) for at in together]
-            for at, answer in zip(together, self._fit(phases), strict=True):
+            work = self._fit if isinstance(phases[0].item, Train) else self._sweep
+            for at, answer in zip(together, work(phases), strict=True):
                 go_on(at, answer)
         return [done[at] for at in range(len(tasks))]
 
     def _walk(self, task: Task, purpose: Purpose) -> Walk:
-        """Run one program on its cohort; stop at every `Train`, whose trained vectors and losses are sent in."""
+        """Run one program on its cohort; stop at every `Train` and `Sweep`, of which the outcome is sent in."""
         people, like, cohort = task.people, task.people.data.mean, task.now.cohort
         keys = _keys(task, purpose)
         loss = like.new_full((len(cohort),), math.nan)
@@ -231,11 +256,10 @@ class Lanes:
             data={"n": n, "counts": people.data.label_counts[who], "steps": torch.zeros_like(n)},
         )
         for at, item in enumerate(task.program):
-            if isinstance(item, Train):
-                trained, losses = yield _Phase(task, item, client, fold(keys, at))
-                steps = send([item.epochs * batches_of(size, self._batch) for size in sizes], like.device)
-                client = replace(client.set(**trained), data={**client.data, "steps": steps})
-                loss = losses if item.epochs else loss
+            if isinstance(item, Train | Sweep):
+                done = yield _Phase(task, item, client, fold(keys, at))
+                client = replace(client.set(**done.work), data={**client.data, "steps": done.steps})
+                loss = done.loss if isinstance(item, Train) and item.epochs else loss
             else:
                 client = self._vectorised(item, client)
         return client, loss
@@ -258,12 +282,17 @@ class Lanes:
         for phase in phases:
             data = phase.task.people.data
             for row, client in enumerate(phase.task.now.cohort.tolist()):
-                n = data.size(client, "train")
-                lanes.append(_Lane(phase, row, client, n, phase.item.epochs * batches_of(n, self._batch)))
+                n, item = data.size(client, "train"), phase.item
+                if isinstance(item, Train):
+                    steps = item.epochs * batches_of(n, self._batch)
+                else:
+                    n = share_of(n, item.fraction)
+                    steps = batches_of(n, n if item.whole else self._batch, item.smallest) if n and item.epochs else 0
+                lanes.append(_Lane(phase, row, client, n, steps))
         return sorted((lane for lane in lanes if lane.steps), key=lambda lane: -lane.steps)
 
-    def _fit(self, phases: Sequence[_Phase]) -> list[tuple[Tensors, Tensor]]:
-        """Train the lanes of phases of one kind; return each phase's vectors and mean losses."""
+    def _fit(self, phases: Sequence[_Phase]) -> list[_Done]:
+        """Train the lanes of phases of one kind."""
         moving = self._lanes(phases)
         vectors = {id(p): {name: p.client.work[name].clone() for name in p.item.learn} for p in phases}
         like = phases[0].client.work[phases[0].item.learn[0]]
@@ -281,7 +310,92 @@ class Lanes:
         slots = self._work(train, self._dealt(moving, like, self._batch, plain), like.device)
         seen = [lane.phase.item.epochs * (lane.n - (lane.n % self._batch == 1)) for lane in moving]
         self.counters += Counters(sum(lane.steps for lane in moving), sum(slots), sum(seen))
-        return [(vectors[id(phase)], losses[id(phase)]) for phase in phases]
+        return [_Done(vectors[id(phase)], losses[id(phase)], self._steps(phase)) for phase in phases]
+
+    def _steps(self, phase: _Phase) -> Tensor:
+        """Return how many batches each client of a training phase has."""
+        task, epochs = phase.task, phase.item.epochs
+        sizes = [task.people.data.size(client, "train") for client in task.now.cohort.tolist()]
+        return send([epochs * batches_of(size, self._batch) for size in sizes], task.people.data.x.device)
+
+    def _sweep(self, phases: Sequence[_Phase]) -> list[_Done]:
+        """Take equal functions of several phases through their lanes' batches."""
+        item, lanes = phases[0].item, self._lanes(phases)
+        work = {id(phase): {name: value.clone() for name, value in phase.client.work.items()} for phase in phases}
+        steps = {id(phase): torch.zeros_like(phase.client.data["n"]) for phase in phases}
+        like = phases[0].client.theta
+        size = max((lane.n for lane in lanes), default=0) if item.whole else self._batch
+
+        def go(some: Sequence[_Lane]) -> int:
+            after, taken, slots = self._swept(some, size)
+            for name, values in after.items():
+                torch._foreach_copy_([work[id(lane.phase)][name][lane.row] for lane in some], list(values.unbind()))
+            torch._foreach_copy_([steps[id(lane.phase)][lane.row] for lane in some], list(taken.unbind()))
+            return slots
+
+        slots = sum(self._work(go, self._dealt(lanes, like, size, plain=False), like.device))
+        self.counters += Counters(sum(lane.steps for lane in lanes), slots, sum(lane.n for lane in lanes))
+        return [
+            _Done(work[id(phase)], like.new_full((len(phase.keys),), math.nan), steps[id(phase)]) for phase in phases
+        ]
+
+    def _swept(self, lanes: Sequence[_Lane], size: int) -> tuple[Tensors, Tensor, int]:
+        """Take a stack through a sweep: return `work` after it, the batches of each lane, and the slots taken."""
+        item, data = lanes[0].phase.item, [lane.phase.task.people.data for lane in lanes]
+        device, once = data[0].x.device, [1] * len(lanes)
+        keys = send(torch.stack([lane.phase.keys[lane.row] for lane in lanes]), device)
+        own, down, work, hp, about = (_stacked(lanes, home) for home in ("own", "down", "work", "hp", "data"))
+        chosen = None
+        if item.fraction < 1:
+            all_of = [one.size(lane.client, "train") for one, lane in zip(data, lanes, strict=True)]
+            chosen = orders(keys, all_of, once, max(all_of), 1, SUBSET).positions[:, 0]
+
+        def step(own: Tensors, down: Record, work: Tensors, hp: Tensors, about: Tensors, batch: Batch) -> Any:
+            return item.step(self._model, Client(own, down, work, {}, hp, about), batch).work
+
+        def more(own: Tensors, down: Record, work: Tensors, hp: Tensors, about: Tensors) -> Any:
+            return item.more(self._model, Client(own, down, work, {}, hp, about))
+
+        step_of: Callable[..., Any] = vmap(step)
+        alive = torch.ones(len(lanes), dtype=torch.bool, device=device)
+        taken, slots = torch.zeros(len(lanes), dtype=torch.int64, device=device), 0
+        rows = send([lane.steps for lane in lanes], device)
+        for epoch in range(item.epochs):
+            if item.more is not None:
+                alive &= vmap(more)(own, down, work, hp, about)
+                if not alive.any():
+                    break
+            positions, counts = orders(keys, [lane.n for lane in lanes], once, size, item.smallest, epoch)
+            if chosen is not None:
+                positions = chosen.gather(1, positions.flatten(1)).view_as(positions)
+            ids, counts = self._ids(lanes, positions).transpose(0, 1), counts.t()
+            for at, awake in enumerate(active([lane.steps for lane in lanes])):
+                when = step_key(keys[:awake], epoch, at), taken[:awake] + at, torch.full_like(taken[:awake], epoch)
+                batch = self._batch_of(data, ids[at, :awake], counts[at, :awake], when)
+                part = [_first(home, awake) for home in (own, down, work, hp, about)]
+                with self._autocast(batch.x):
+                    after = step_of(*part, batch)
+                for name, values in after.items():
+                    before = work[name][:awake]
+                    if item.more is not None:
+                        values = torch.where(alive[:awake].view(-1, *[1] * (values.ndim - 1)), values, before)
+                    before.copy_(values)
+                slots += ids[at, :awake].numel()
+            taken += rows * alive
+        return work, taken, slots
+
+    def _batch_of(
+        self, data: Sequence[FederatedData], ids: Tensor, counts: Tensor, when: tuple[Tensor, Tensor, Tensor]
+    ) -> Batch:
+        """Return the samples `ids` [lanes, size] of the first lanes, of which `counts` are real."""
+        mean, std = (torch.stack([getattr(one, name) for one in data[: len(ids)]]) for name in ("mean", "std"))
+        x = data[0].x[ids.flatten()].unflatten(0, ids.shape)
+        x = ((x.to(mean.dtype) / data[0].unit) - mean) / std
+        weight = (torch.arange(ids.shape[1], device=ids.device) < counts[:, None]).to(mean.dtype)
+        return Batch(x, data[0].y[ids], weight, *when)
+
+    def _autocast(self, like: Tensor) -> torch.autocast:
+        return torch.autocast(like.device.type, torch.bfloat16, enabled=self._low, cache_enabled=False)
 
     def _fit_plain(self, lanes: Sequence[_Lane], rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:
         """Train a stack with cross-entropy: `rows` change in place. Return the sums of losses, and the slots taken."""
@@ -336,7 +450,7 @@ class Lanes:
         def one(
             learned: Tensors, own: Tensors, down: Record, work: Tensors, hp: Tensors, data: Tensors, batch: Batch
         ) -> Tensor:
-            return loss_of(self._model, Client(own, down, {**work, **learned}, {}, hp, data), batch)
+            return cast(Tensor, loss_of(self._model, Client(own, down, {**work, **learned}, {}, hp, data), batch))
 
         step_of: Callable[..., Any] = vmap(grad_and_value(one))
         state = [_stacked(lanes, home) for home in ("own", "down", "work", "hp", "data")]
@@ -349,16 +463,15 @@ class Lanes:
                 rules[first], moving=(inside if masked is None else inside & masked).expand(len(lanes), -1)
             )
         total = learned[first].new_zeros(len(lanes))
-        mean, std = (torch.stack([getattr(one, name) for one in data]) for name in ("mean", "std"))
+        keys = send(torch.stack([lane.phase.keys[lane.row] for lane in lanes]), ids.device)
+        per_epoch = send([batches_of(lane.n, self._batch) for lane in lanes], ids.device)
         slots = 0
-        with torch.autocast(total.device.type, torch.bfloat16, enabled=self._low, cache_enabled=False):
+        with self._autocast(total):
             for step, awake in enumerate(active([lane.steps for lane in lanes])):
-                now = ids[step, :awake]
-                x = data[0].x[now.flatten()].unflatten(0, now.shape)
-                x = ((x.to(mean.dtype) / data[0].unit) - mean[:awake]) / std[:awake]
-                weight = (torch.arange(self._batch, device=now.device) < counts[step, :awake, None]).to(total.dtype)
+                now, epoch = ids[step, :awake], step // per_epoch[:awake]
+                when = step_key(keys[:awake], epoch, step % per_epoch[:awake]), torch.full_like(epoch, step), epoch
                 part = [_first(home, awake) for home in (learned, *state)]
-                gradients, loss = step_of(*part, Batch(x, data[0].y[now], weight))
+                gradients, loss = step_of(*part, self._batch_of(data, now, counts[step, :awake], when))
                 total[:awake] += loss
                 for name in item.learn:
                     move(learned[name][:awake], gradients[name], rules[name].part(awake))
@@ -380,13 +493,17 @@ class Lanes:
         keys = send(torch.stack([lane.phase.keys[lane.row] for lane in lanes]), device)
         epochs = [lane.phase.item.epochs for lane in lanes]
         positions, counts = orders(keys, [lane.n for lane in lanes], epochs, self._batch)
+        return self._ids(lanes, positions).transpose(0, 1).contiguous(), counts.t().contiguous()
+
+    def _ids(self, lanes: Sequence[_Lane], positions: Tensor) -> Tensor:
+        """Return the samples at positions [lanes, ...] in each lane's training part."""
         ids = torch.empty_like(positions)
         for data in {id(lane.phase.task.people.data): lane.phase.task.people.data for lane in lanes}.values():
             rows = [at for at, lane in enumerate(lanes) if lane.phase.task.people.data is data]
             who = torch.tensor([lanes[at].client for at in rows])
-            where = send(rows, device)
+            where = send(rows, positions.device)
             ids[where] = data.ids(who, positions[where], "train")
-        return ids.transpose(0, 1).contiguous(), counts.t().contiguous()
+        return ids
 
     # Stacks and cores.
 

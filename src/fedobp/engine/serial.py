@@ -1,18 +1,20 @@
 """The serial engine: one client after another, an ordinary module and `torch.optim.SGD`. Slow, obvious, the oracle."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import count
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedobp.algorithms import Batch, Client, Record, Sparse, Tensors, Train
+from fedobp.algorithms import Batch, Client, Record, Sparse, Sweep, Tensors, Train
 from fedobp.data import Split
 from fedobp.engine.arithmetic import Precision, serial_threads, steady
 from fedobp.engine.interface import Counters, Task, Trained
-from fedobp.engine.schedule import batches
+from fedobp.engine.schedule import batches, step_key, subset
 from fedobp.keys import Purpose, fold
 from fedobp.models import Model
 
@@ -56,24 +58,25 @@ class Serial:
             for position, client in enumerate(task.now.cohort.tolist())
         ]
         nothing = torch.zeros_like(work[0]["theta"], dtype=torch.bool)
-        return {
-            "theta": torch.stack([one["theta"] for one in work]),
-            "mine": torch.stack([one.get("mine", nothing) for one in work]),
-        }
+        rest = {name: torch.stack([one[name] for one in work]) for name in (work[0] if task.predict else ())}
+        mine = torch.stack([one.get("mine", nothing) for one in work])
+        return {**rest, "theta": torch.stack([one["theta"] for one in work]), "mine": mine}
 
     def last(self, task: Task, otherwise: Tensor) -> Tensor:
         """Return each client's last local model, and `otherwise` for a client that has never trained."""
         return last_models(task, otherwise)
 
-    def predict(self, task: Task, theta: Tensor, split: Split) -> list[Tensor]:
+    def predict(self, task: Task, theta: Tensor, split: Split, beside: Tensors | None = None) -> list[Tensor]:
         """Return the labels that each client's model gives to its samples, on the CPU."""
         found = []
         module = self._module(theta).eval()
         with torch.no_grad(), steady(self._precision, self._threads), self._autocast(theta):
-            for client, vector in zip(task.now.cohort.tolist(), theta, strict=True):
+            for at, (client, vector) in enumerate(zip(task.now.cohort.tolist(), theta, strict=True)):
                 self._model.load(module, vector)
+                work = {name: values[at] for name, values in (beside or {}).items()}
+                logits = partial(task.predict, self._model, work) if task.predict and beside else module
                 parts = task.people.data.inputs(client, split).split(_TEST_BATCH)
-                found.append(torch.cat([module(part).argmax(dim=1) for part in parts]).cpu())
+                found.append(torch.cat([logits(part).argmax(dim=1) for part in parts]).cpu())
         return found
 
     def _run(self, task: Task, client: int, position: int, purpose: Purpose) -> tuple[Client, Tensor]:
@@ -88,20 +91,45 @@ class Serial:
         for phase, item in enumerate(task.program):
             if isinstance(item, Train):
                 x, y = people.data.inputs(client, "train"), people.data.targets(client, "train")
-                data = (
-                    Batch(x[picked], y[picked], x.new_ones(len(picked)))
-                    for epoch in range(item.epochs)
-                    for picked in batches(fold(key, phase, epoch), len(y), self._batch, y.device)
-                )
+                data = self._batches(fold(key, phase), x, y, range(item.epochs), self._batch)
                 with steady(self._precision, self._threads), self._autocast(like):
                     state, losses = sgd(self._model, self._module(like), state, item, data)
                 loss = torch.stack(losses).mean() if losses else loss
                 state = replace(state, data={**about, "steps": torch.full_like(about["n"], len(losses))})
                 seen = item.epochs * (len(y) - (len(y) % self._batch == 1))
                 self.counters += Counters(len(losses), seen, seen)
+            elif isinstance(item, Sweep):
+                x, y = people.data.inputs(client, "train"), people.data.targets(client, "train")
+                with steady(self._precision, self._threads), self._autocast(like):
+                    state = self._sweep(state, item, fold(key, phase), x, y)
             else:
                 state = item(self._model, state)
         return state, loss
+
+    def _batches(
+        self, key: Tensor, x: Tensor, y: Tensor, epochs: Iterable[int], size: int, smallest: int = 2, begun: int = 0
+    ) -> Iterator[Batch]:
+        """Yield a client's batches, epoch by epoch."""
+        step = count(begun)
+        for epoch in epochs:
+            for at, picked in enumerate(batches(fold(key, epoch), len(y), size, y.device, smallest)):
+                when = y.new_tensor(next(step)), y.new_tensor(epoch)
+                yield Batch(x[picked], y[picked], x.new_ones(len(picked)), step_key(key, epoch, at).to(y.device), *when)
+
+    def _sweep(self, client: Client, phase: Sweep, key: Tensor, x: Tensor, y: Tensor) -> Client:
+        """Take a client's own function through its batches."""
+        if phase.fraction < 1:
+            chosen = subset(key, len(y), phase.fraction).to(y.device)
+            x, y = x[chosen], y[chosen]
+        size, steps, seen = len(y) if phase.whole else self._batch, 0, 0
+        for epoch in range(phase.epochs if len(y) else 0):
+            if phase.more is not None and not phase.more(self._model, client):
+                break
+            for batch in self._batches(key, x, y, [epoch], size, phase.smallest, steps):
+                client = phase.step(self._model, client, batch)
+                steps, seen = steps + 1, seen + len(batch.y)
+        self.counters += Counters(steps, seen, seen)
+        return replace(client, data={**client.data, "steps": torch.full_like(client.data["n"], steps)})
 
     def _module(self, like: Tensor) -> nn.Module:
         """Return the module that plays every client in turn, on the device and in the type of a tensor."""
