@@ -238,3 +238,29 @@ def test_a_network_that_draws_in_its_forward_pass_is_refused():
             Model("hidden-dropout", (5,), 2)
     finally:
         del NETS["hidden-dropout"]
+
+
+# Features and heads.
+
+
+@pytest.mark.parametrize("name", ["cnn-small", "mlp"])
+def test_a_head_on_features_is_the_model(name):
+    model = Model(name, (1, 8, 8), 3)
+    theta, x = model.initial(1), torch.randn(5, 1, 8, 8)
+    weight, bias = model.head(theta)
+    torch.testing.assert_close(model.features(theta, x) @ weight.T + bias, model.logits(theta, x))
+    assert (weight.shape, bias.shape) == ((3, 128), (3,))
+
+
+def test_a_head_can_be_exchanged_for_one_or_for_many():
+    model = Model("mlp", (4,), 3)
+    theta, other = (torch.stack([model.initial(seed), model.initial(seed + 1)]) for seed in (0, 5))
+    changed = model.with_head(theta, *model.head(other))
+    assert torch.equal(changed, model.layout.join(model.layout.split(theta)[0], model.layout.split(other)[1]))
+    assert torch.equal(model.with_head(theta[0], *model.head(other[0])), changed[0])
+
+
+def test_a_head_that_is_no_linear_layer_is_named():
+    name = registered(flatten=nn.Flatten(), classifier=nn.Linear(4, 2, bias=False))
+    with pytest.raises(FedobpError, match="one linear layer with a bias"):
+        Model(name, (4,), 2).head(torch.zeros(8))

@@ -66,6 +66,28 @@ class Model:
         """Return the outputs of the network whose parameters are `theta`: a pure function, for custom losses."""
         return self.apply(self.layout.views(theta), x)
 
+    def features(self, theta: Tensor, x: Tensor) -> Tensor:
+        """Return what the classifier sees: the outputs of the base."""
+        if not hasattr(self._threads, "base"):
+            self._threads.base = deepcopy(self.structure)
+            self._threads.base.classifier = nn.Identity()
+        base = {name: tensor for name, tensor in self.layout.views(theta).items() if not self.layout.in_head(name)}
+        return cast(Tensor, functional_call(self._threads.base, base, (x,)))
+
+    def head(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the classifier's weight [..., classes, features] and bias [..., classes]."""
+        if not isinstance(layer := self.structure.classifier, nn.Linear) or layer.bias is None:
+            raise FedobpError(
+                f"this method needs a classifier that is one linear layer with a bias, and that of '{self.name}' is not"
+            )
+        tensors = self.layout.views(theta)
+        return tensors["classifier.weight"], tensors["classifier.bias"]
+
+    def with_head(self, theta: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return a vector with another classifier."""
+        base, _ = self.layout.split(theta)
+        return self.layout.join(base, torch.cat([weight.flatten(-2), bias], dim=-1))
+
     def apply(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return the outputs of the network with the given parameters, by name."""
         # torch lends the parameters to a module while it runs: each thread needs one of its own.
