@@ -101,7 +101,22 @@ def enumerate_names(layers):
     return [(f"layer{at}", layer) for at, layer in enumerate(layers)]
 
 
+def normed(shape, classes):
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(shape[0], 4, 3, stride=2),
+            bn1=nn.BatchNorm2d(4),
+            relu=nn.ReLU(),
+            flatten=nn.Flatten(),
+            fc=nn.Linear(4 * ((shape[1] - 1) // 2) * ((shape[2] - 1) // 2), 6),
+            bn2=nn.BatchNorm1d(6, momentum=0.3, affine=False),
+            classifier=nn.Linear(6, classes),
+        )
+    )
+
+
 NETWORKS = {
+    "normed": normed,
     "strided": strided,
     "in-place": in_place,
     "without-bias": without_bias,
@@ -234,6 +249,11 @@ PHASES: dict[str, list[Any]] = {
 }
 
 
+def uses_logits(items):
+    """Whether a method's own function computes logits in a program."""
+    return any(isinstance(item, Sweep) or (isinstance(item, Train) and item.loss) for item in items)
+
+
 @dataclass(frozen=True)
 class Plan:
     """One run: what its clients do, with which numbers, on whose data."""
@@ -284,7 +304,7 @@ def played(engine, model, plans, *, device="cpu", dtype=torch.float64, rounds=({
             **{f"up {name}": value for name, value in answer.up.items()},
             **{f"own {name}": value for name, value in one.own.gather(everyone).items()},
             "last": engine.last(task(Plan(), one, theta), torch.full_like(theta, 7.0)),
-            **{"loss": answer.loss, "n": answer.n, "finite": answer.finite},
+            **{"loss": answer.loss, "n": answer.n, "finite": answer.finite, "seen": torch.tensor(answer.seen)},
         }
         for answer, one in zip(answers, people, strict=True)
     ]

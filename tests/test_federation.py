@@ -2,6 +2,8 @@
 
 import json
 import random
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -9,6 +11,9 @@ import torch
 import fedobp
 import fedobp.federation as federation_module
 from fedobp import Config, Federation, FedobpError, sweep
+from fedobp.algorithms import METHODS, Moment
+from fedobp.algorithms.fedavg import FedAvg
+from fedobp.engine import Budget, Population, Serial, Task
 from fedobp.federation import cohorts
 from fedobp.models import Model
 
@@ -342,8 +347,6 @@ def test_golden_run(method, engine):
 
 
 def test_every_method_has_a_golden_run():
-    from fedobp.algorithms import METHODS
-
     assert set(GOLDEN) == set(METHODS)
 
 
@@ -419,3 +422,96 @@ def test_an_occupied_folder_of_a_sweep_is_noticed_before_anything_runs(tmp_path)
 def test_a_sweep_takes_any_iterable_of_configurations():
     results = sweep(Config(rounds=1, clients=8, model="mlp", seed=seed) for seed in (1, 2))
     assert [result.config.seed for result in results] == [1, 2]
+
+
+# Client compute.
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "visit", "use"),
+    [("fedavg", {}, 3, 0), ("fedavg-ft", {"finetune": 2}, 3, 2), ("ditto", {"personal_epochs": 2}, 5, 0),
+     ("fedrep", {}, 3, 0), ("local", {}, 3, 0)],
+)  # fmt: skip
+def test_passes_over_the_data_are_counted(method, options, visit, use):
+    config = Config(clients=5, participation=0.6, rounds=2, epochs=3, model="mlp", partition="iid", batch_size=5)
+    result = Federation(config).run(method, **options)
+    assert result.compute.visit == pytest.approx(visit, rel=0.01)  # a last batch of one sample is left out
+    assert result.compute.use == pytest.approx(use, rel=0.01)
+    assert result.to_json()["compute"] == {"visit": result.compute.visit, "use": result.compute.use}
+
+
+# Turns, and rounds of everyone.
+
+
+@dataclass(frozen=True)
+class Relay(FedAvg):
+    """One client after the other trains the model that the one before it left; all of them in round 2."""
+
+    name: ClassVar[str] = "relay"
+    summary: ClassVar[str] = "a relay"
+    paper: ClassVar[str] = "none"
+
+    @property
+    def together(self):
+        return False
+
+    def everyone(self, round, rounds):
+        return round == 2
+
+    def receive(self, model, now, server, rows, up, n):
+        assert len(now.cohort) == len(n) == 1
+        return {"theta": up["theta"][0]}, rows
+
+
+@pytest.fixture
+def relay(monkeypatch):
+    monkeypatch.setitem(METHODS, "relay", Relay)
+
+
+def relayed(config):
+    """The same in plain words, with the serial engine's own clients."""
+    federation = Federation(config)
+    model, data = federation.model, federation.data
+    theta, engine = model.initial(config.seed).double(), Serial(model, config.batch_size)
+    people = Population(data, {}, theta, config.seed, Budget())
+    hp = {"lr": config.lr, "momentum": 0.0, "weight_decay": 0.0}
+    for round, cohort in enumerate(cohorts(config), start=1):
+        for client in range(config.clients) if round == 2 else cohort.tolist():
+            now = Moment(round, config.rounds, config.clients, config.epochs, torch.tensor([client]))
+            [answer] = engine.train([Task(people, now, Relay().local(model, now), {"theta": theta[None]}, hp)])
+            theta = answer.up["theta"][0]
+    return theta
+
+
+@pytest.mark.usefixtures("relay")
+@pytest.mark.parametrize("engine", ["serial", "lanes"])
+def test_clients_may_take_turns(engine, tmp_path):
+    config = Config(clients=5, participation=0.6, rounds=3, epochs=1, precision="fp64", engine=engine, model="mlp")
+    result = Federation(config).run("relay", out=tmp_path / "run")
+    found = torch.cat([tensor.flatten() for tensor in result.state_dict().values()])
+    torch.testing.assert_close(found, relayed(config), rtol=0, atol=1e-10)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [len(line["cohort"]) for line in lines] == [3, 5, 3]
+    assert lines[1]["cohort"] == [0, 1, 2, 3, 4]
+    size = 8 * len(found)
+    assert [line["bytes_up"] for line in lines] == [3 * size, 5 * size, 3 * size]
+    assert all(line["loss"] > 0 for line in lines)
+
+
+@pytest.mark.usefixtures("relay")
+def test_turns_go_side_by_side_with_other_runs():
+    given = {"clients": 5, "participation": 0.6, "rounds": 3, "epochs": 1, "precision": "fp64", "model": "mlp"}
+    configs = [
+        Config(**given, method=method, seed=seed) for method, seed in (("relay", 1), ("fedavg", 2), ("relay", 3))
+    ]
+    for config, result in zip(configs, sweep(configs), strict=True):
+        alone = Federation(config).run()
+        assert (alone.accuracy, alone.bytes) == (result.accuracy, result.bytes)
+
+
+@pytest.mark.usefixtures("relay")
+def test_a_turn_that_diverges_names_its_client():
+    config = Config(clients=5, participation=0.6, rounds=3, epochs=1, model="mlp", lr=1e9)
+    first = next(cohorts(config)).tolist()[0]
+    with pytest.raises(FedobpError, match=f"round 1, client {first}: "):
+        Federation(config).run("relay")

@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedobp.algorithms import Batch
 from fedobp.importance import (
     SCORES,
     above,
@@ -20,6 +21,7 @@ from fedobp.importance import (
     scale_layers,
     smooth,
     squared,
+    squared_gradients,
 )
 from fedobp.models import Model
 
@@ -77,6 +79,29 @@ def test_scores_broadcast_one_global_model_over_clients():
 
 def test_scores_are_found_by_their_names():
     assert dict(SCORES) == {"squared": squared, "product": product}
+
+
+# Squared gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("name", "shape"), [("mlp", (6,)), ("cnn-small", (1, 8, 8))])
+def test_squared_gradients_are_summed_over_the_samples_that_are_real(name, shape, dtype):
+    model, draw = Model(name, shape, 3), torch.Generator().manual_seed(1)
+    thetas = torch.stack([model.initial(seed) for seed in (0, 1)]).to(dtype)
+    x, y = torch.randn(2, 5, *shape, generator=draw).to(dtype), torch.randint(3, (2, 5), generator=draw)
+    weight = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).to(dtype)
+    found = torch.func.vmap(
+        lambda theta, x, y, weight: squared_gradients(model, theta, Batch(x, y, weight, *[torch.tensor(0)] * 3))
+    )(thetas, x, y, weight)
+    for client, samples in ((0, 3), (1, 5)):
+        module, total = model.module(thetas[client]), torch.zeros_like(thetas[client])
+        for sample in range(samples):
+            module.zero_grad()
+            module(x[client, sample][None]).log_softmax(dim=1)[0, y[client, sample]].backward()
+            total += torch.cat([p.grad.flatten() for p in module.parameters()]) ** 2
+        torch.testing.assert_close(found[client], total)
+        assert total.max() > 0
 
 
 # Smoothing

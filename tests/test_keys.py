@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedobp.keys import Purpose, fold, permutation
+from fedobp.keys import Purpose, fold, normal, permutation, uniform
 
 checked = settings(deadline=None, max_examples=100)
 int64 = st.integers(-(2**63), 2**63 - 1)
@@ -54,7 +54,8 @@ def test_fold_never_changes(parts, value):
 
 
 def test_purposes_never_change():
-    assert {purpose.name: purpose.value for purpose in Purpose} == {"COHORT": 1, "TRAIN": 2, "SERVE": 3}
+    known = {"COHORT": 1, "TRAIN": 2, "SERVE": 3, "BEGIN": 4, "SCORE": 5}
+    assert {purpose.name: purpose.value for purpose in Purpose} == known
 
 
 @checked
@@ -123,9 +124,43 @@ def test_all_permutations_are_about_equally_frequent():
     assert chi_square < 60  # 23 degrees of freedom: exceeded by chance less than once in 10,000 times
 
 
+def test_uniform_reads_a_hash_as_a_fraction():
+    found = uniform(torch.tensor(42), 5)
+    assert found.dtype == torch.float64
+    assert found.tolist() == [((reference(42, at) % 2**64 >> 12) + 0.5) / 2**52 for at in range(5)]
+
+
+def test_uniform_never_reaches_0_or_1(monkeypatch):
+    ends = torch.tensor([0, -1])  # no bit and every bit
+    monkeypatch.setattr("fedobp.keys.fold", lambda key, *parts: ends)
+    assert uniform(torch.tensor(0), 2).tolist() == [2**-53, 1 - 2**-53]
+
+
+def test_uniform_numbers_fill_the_interval_evenly():
+    counts = torch.histc(uniform(fold(3), 50_000), bins=50, min=0, max=1)
+    assert float(((counts - 1000) ** 2 / 1000).sum()) < 100  # 49 degrees of freedom: 0.00002
+
+
+def test_normal_numbers_are_distributed_normally():
+    found, ends = normal(fold(3), 50_000), torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], dtype=torch.float64)
+    shares = (found[:, None] <= ends).double().mean(dim=0)
+    assert torch.allclose(shares, torch.special.ndtr(ends), atol=0.01)  # more than four standard deviations
+    assert torch.allclose(found.pow(torch.tensor([[1], [2], [4]])).mean(dim=1), torch.tensor([0.0, 1.0, 3.0]).double(),
+                          atol=0.2)  # fmt: skip
+
+
+@pytest.mark.parametrize("draw", [uniform, normal])
+def test_numbers_of_many_keys_come_from_one_vectorised_call(draw):
+    keys = fold(5, torch.arange(6))
+    found = torch.vmap(lambda key: draw(key, 7))(keys)
+    assert torch.allclose(found, torch.stack([draw(key, 7) for key in keys]), rtol=0, atol=1e-12)
+    assert len(found.unique()) == 42
+
+
 def test_no_global_generator_is_touched():
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     permutation(fold(1, 2, 3), 100)
+    normal(fold(1, 2, 3), 100)
     assert torch.get_rng_state().equal(before[0])
     assert random.getstate() == before[1]
     assert (np.random.get_state()[1] == before[2]).all()

@@ -194,7 +194,7 @@ def compare(
     *,
     given: Mapping[str, Any],
     methods: Annotated[
-        str, typer.Option(help="Methods to compare, separated by commas.")
+        str, typer.Option(help="Methods to compare, separated by commas; `all`: every one.")
     ] = "fedobp,fedavg,fedavg-last,local,fedper",
     seeds: Annotated[int, typer.Option(help="How many seeds: the seed, the seed + 1, ...", min=1)] = 1,
     set_: Set = None,
@@ -211,15 +211,17 @@ def compare(
     \b
     fedobp compare
     fedobp compare --methods fedobp,fedavg-last,fedavg-ft --seeds 4 --rounds 30
+    fedobp compare --methods all --rounds 2
     fedobp compare --dataset fmnist --alpha 0.5 --json
     """
-    from fedobp.algorithms import method_class
+    from fedobp.algorithms import METHODS, method_class, plugins
     from fedobp.federation import sweep
     from fedobp.files import write_json
     from fedobp.report.tables import compare_table, summarise
     from fedobp.runs import claim, fresh
 
-    names = list(dict.fromkeys(name.strip() for name in methods.split(",")))
+    every = [*METHODS, *plugins()]
+    names = every if methods == "all" else list(dict.fromkeys(name.strip() for name in methods.split(",")))
     options = _options(set_, q)
     fields = {name: [spec.name for spec in method_class(name).options()] for name in names}
     for option in options:
@@ -322,7 +324,7 @@ def bench(
 @app.command()
 def methods(*, as_json: Json = False) -> None:
     """List every method with its idea, its paper, its options and their defaults."""
-    from fedobp.algorithms import METHODS
+    from fedobp.algorithms import METHODS, loaded, plugins
     from fedobp.report.tables import methods_table
 
     rows = [
@@ -336,7 +338,7 @@ def methods(*, as_json: Json = False) -> None:
             ],
             "paper": method.paper,
         }
-        for name, method in METHODS.items()
+        for name, method in {**METHODS, **{name: loaded(one) for name, one in plugins().items()}}.items()
     ]
     _show({"methods": rows} if as_json else methods_table(rows))
 

@@ -114,6 +114,7 @@ class Report:
     finetuned: Accuracy | None
     personal: Personal
     personal_by_tensor: dict[str, float]  # mean over clients
+    passes: float  # that clients made over their training data before they were served
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain values."""
@@ -159,6 +160,7 @@ class Evaluator:
         method, model, engine = self._method, self._model, self._engine
         found: dict[str, list[Tensor]] = {"served": [], "validation": [], "last": [], "finetuned": []}
         counts: list[Tensor] = []
+        seen = 0
 
         def serve(task: Task) -> Tensors:
             served = engine.serve(task)
@@ -171,7 +173,9 @@ class Evaluator:
             now = moment(chunk)
             down, _ = method.send(model, now, server, rows.gather(chunk.tolist()))
             task = Task(self._people, now, method.serve(model, now), down, hp, method.predict)
+            before = engine.counters.samples
             served = serve(task)
+            seen += engine.counters.samples - before
             found["served"] += engine.predict(task, served["theta"], "test", served)
             if self._validates:
                 found["validation"] += engine.predict(task, served["theta"], "val", served)
@@ -197,6 +201,7 @@ class Evaluator:
             round=now.round,
             personal=Personal(mean, int(total.min()), int(total.max()), mean / model.layout.size),
             personal_by_tensor=dict(zip(model.layout.names, by_tensor, strict=True)),
+            passes=seen / max(1, sum(int(one.sum()) for one in self._counts)),
             served=accuracy(found["served"], self._targets["test"], self._counts),
             validation=column("validation", "val"),
             last=column("last"),

@@ -58,6 +58,14 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Compute:
+    """How often clients go through their training data."""
+
+    visit: float  # in a round
+    use: float  # before a model is used: fine-tuning and the like, in the last evaluation
+
+
+@dataclass(frozen=True)
 class Result:
     """What a run gave. Accuracies are per cent, chosen by `protocol`."""
 
@@ -70,6 +78,7 @@ class Result:
     history: list[tuple[int, float, float]]  # (round, pooled, client mean)
     personal: Personal
     bytes: Traffic
+    compute: Compute
     seconds: float
     models: Models
     out: Path | None
@@ -95,6 +104,7 @@ class Result:
             "history": [list(point) for point in self.history],
             "personal": asdict(self.personal),
             "bytes": asdict(self.bytes),
+            "compute": asdict(self.compute),
             "seconds": self.seconds,
             "out": str(self.out) if self.out else None,
         }
@@ -371,6 +381,7 @@ class _Run(Course):
         self.costs: list[_Cost] = []  # of this round's turns
         self.pending: list[list[_Cost]] = []  # of rounds that are not written down yet
         self.bytes = {"bytes_down": 0, "bytes_up": 0}
+        self.seen = self.samples = 0  # that went through models, and that there were
         self.reports: list[Report] = []
         self.seconds = 0.0
 
@@ -404,6 +415,8 @@ class _Run(Course):
         self.receive(now, answer)
         seen = Arriving(answer.loss), Arriving(answer.finite)
         self.costs.append(_Cost(now, self.config.lr_at(now.round), *seen, Payload(self.down), Payload(answer.up)))
+        self.seen += answer.seen
+        self.samples += sum(self.data.size(client, "train") for client in now.cohort.tolist())
 
     def evaluate_and_log(self) -> None:
         """Evaluate if it is due, and write down what is known.
@@ -479,6 +492,7 @@ class _Run(Course):
             history=[(report.round, report.served.pooled, report.served.client_mean) for report in reports],
             personal=reports[-1].personal,
             bytes=Traffic(down / config.rounds, up / config.rounds, down, up),
+            compute=Compute(self.seen / max(1, self.samples), reports[-1].passes),
             seconds=self.seconds,
             models=self.models,
             out=folder.path if folder else None,

@@ -10,9 +10,14 @@ at the threshold are shared, so a client whose model equals the global one keeps
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.func import grad, vmap
+from torch.nn import functional
+
+from fedobp.models import Model
 
 
 def squared(own: Tensor, shared: Tensor) -> Tensor:
@@ -28,6 +33,40 @@ def product(own: Tensor, shared: Tensor) -> Tensor:
 _BLOCK = 512  # entries; a device's small top-k is fastest on some thousands
 
 SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"squared": squared, "product": product}
+
+
+class Samples(Protocol):
+    """A batch, of which some may be padding."""
+
+    @property
+    def x(self) -> Tensor:
+        """Inputs."""
+
+    @property
+    def y(self) -> Tensor:
+        """Labels."""
+
+    @property
+    def weight(self) -> Tensor:
+        """1 for a sample, 0 for padding."""
+
+
+def squared_gradients(model: Model, theta: Tensor, batch: Samples) -> Tensor:
+    """Eq. 6 before its mean: the sum over real samples of the squared gradient of log p(y | x), entry by entry.
+
+    Gradients are those of the tensors: through views of one vector, each of them would be as long as the vector.
+    """
+
+    def loss(tensors: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(model.apply(tensors, x[None]), y[None])
+
+    each = vmap(grad(loss), in_dims=(None, 0, 0))(model.layout.views(theta), batch.x, batch.y)
+
+    def total(squares: Tensor) -> Tensor:
+        weight = batch.weight.view(-1, *[1] * (squares.ndim - 1))
+        return (squares * weight).sum(dim=0)  # a matrix product would round to bfloat16 in such a run
+
+    return model.layout.flatten({name: total(one.square()) for name, one in each.items()})
 
 
 def smooth(score: Tensor, before: Tensor, known: Tensor, ema: float) -> Tensor:

@@ -5,6 +5,7 @@ nobody's global generator is touched. The hash is splitmix64's finaliser (Steele
 int64 arithmetic; it works elementwise, so a whole cohort's keys come from one call.
 """
 
+import math
 from enum import IntEnum
 
 import torch
@@ -26,6 +27,8 @@ class Purpose(IntEnum):
     COHORT = 1
     TRAIN = 2
     SERVE = 3
+    BEGIN = 4  # what a method draws before round 1
+    SCORE = 5  # what a method's server draws for a client in a round
 
 
 def _wrapped(value: Whole) -> Whole:
@@ -62,3 +65,14 @@ def fold(key: Whole, *parts: Whole) -> Tensor:
 def permutation(key: Tensor, n: int) -> Tensor:
     """Return the order in which a key visits n things: they are sorted by their hashes."""
     return fold(key, torch.arange(n, device=key.device)).argsort(stable=True)
+
+
+def uniform(key: Tensor, n: int) -> Tensor:
+    """Return n numbers strictly between 0 and 1, in float64: the middles of 2^52 equal steps."""
+    bits = (fold(key, torch.arange(n, device=key.device)) >> 12) & ((1 << 52) - 1)
+    return (bits.double() + 0.5) * 2**-52
+
+
+def normal(key: Tensor, n: int) -> Tensor:
+    """Return n numbers of the standard normal distribution, in float64 (Box and Muller)."""
+    return (-2 * uniform(fold(key, 0), n).log()).sqrt() * (2 * math.pi * uniform(fold(key, 1), n)).cos()

@@ -123,7 +123,8 @@ def test_what_a_program_sees_cannot_be_changed_in_place(thing, field):
 def test_methods_are_known_by_their_names():
     assert set(METHODS) == {
         "fedobp", "fedavg", "fedavg-ft", "fedavg-last", "local", "fedper", "fedrep", "fedbabu", "ditto", "fedprox",
-        "scaffold", "lg-fedavg", "pspfl",
+        "fedpac", "pfedfda", "scaffold", "lg-fedavg", "pspfl", "floco", "fedrod", "apfl", "pfedme", "fedala", "fedbn",
+        "pfedsim", "seqfededt", "decoupled", "flute", "feddpa", "fedselect",
     }  # fmt: skip
     assert all(method_class(name) is cls and cls.name == name for name, cls in METHODS.items())
 

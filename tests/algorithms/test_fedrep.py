@@ -40,6 +40,19 @@ def test_a_round_by_hand(model):
     assert server["theta"].tolist() == [2, 5, 3, 4, 5]
 
 
+def test_a_last_round_of_everyones_heads(model):
+    method, last = METHOD(final_epochs=12), moment(0, 1, round=9)
+    assert [method.everyone(round, 9) for round in (1, 8, 9)] == [False, False, True]
+    assert not METHOD().everyone(9, 9)
+    server, rows, own = method.begin(model, vector(1, 2, 3, 4, 5), 0)
+    down, rows = method.send(model, last, server, rows)
+    state, phases = walk(model, method.local(model, last), own, row(down, 0), [vector(0, 0, 1, 1, 1)])
+    assert phases == [Train(12, part="head")]
+    up = {"base": torch.stack([state.up["base"]] * 2)}
+    after, _ = method.receive(model, last, server, rows, up, torch.tensor([1, 3]))
+    assert after["theta"].tolist() == server["theta"].tolist()
+
+
 @pytest.mark.parametrize(("epochs", "base", "spent"), [(5, 2, (3, 2)), (5, 0, (5, 0)), (1, 3, (0, 1))])
 def test_both_parts_share_the_local_epochs(model, epochs, base, spent):
     program = METHOD(base_epochs=base).local(model, moment(0, epochs=epochs))

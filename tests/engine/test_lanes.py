@@ -19,6 +19,7 @@ from lanes_cases import (
     made,
     played,
     task,
+    uses_logits,
 )
 from torch import nn
 
@@ -59,9 +60,24 @@ def test_every_kind_of_phase_equals_the_oracle(phases, hp):
 
 @pytest.mark.parametrize("phases", ["plain", "all but a loss", "everything", "three vectors"])
 @pytest.mark.parametrize("hp", [{}, FAST], ids=["plain", "momentum and decay"])
-@pytest.mark.parametrize("name", ["cnn-small", *NETWORKS])
+@pytest.mark.parametrize("name", ["cnn-small", *(name for name in NETWORKS if name != "normed")])
 def test_every_kind_of_network_equals_the_oracle(name, hp, phases):
     compare(made(name), [Plan(phases, hp)])
+
+
+@pytest.mark.parametrize("hp", [{}, FAST], ids=["plain", "momentum and decay"])
+@pytest.mark.parametrize("phases", [name for name, items in PHASES.items() if not uses_logits(items)])
+def test_batch_norm_equals_the_oracle(hp, phases):
+    found = compare(made("normed"), [Plan(phases, hp), Plan(phases, seed=9, cohort=(4, 0))])
+    statistics = found[0]["up theta"][:, made("normed").layout.learned :]
+    assert (statistics[0] != statistics[4]).any() or phases in ("no epochs", "another vector", "head")
+
+
+@pytest.mark.parametrize("engine", [Lanes, Serial])
+@pytest.mark.parametrize("phases", ["loss", "a sweep"])
+def test_batch_norm_is_refused_where_a_method_looks_at_logits_itself(engine, phases):
+    with pytest.raises(FedobpError, match="not made for BatchNorm"):
+        played(engine(made("normed"), BATCH), made("normed"), [Plan(phases)])
 
 
 def test_a_network_that_is_all_head_has_no_base_to_train():
@@ -262,7 +278,7 @@ def test_serving_marks_what_the_program_marks():
 
 @pytest.mark.parametrize("at_once", [256, 2])
 @pytest.mark.parametrize("split", ["train", "val", "test"])
-@pytest.mark.parametrize("name", ["mlp", "cnn-small", "residual", "in-place"])
+@pytest.mark.parametrize("name", ["mlp", "cnn-small", "residual", "in-place", "normed"])
 def test_predictions_are_the_oracles(monkeypatch, name, split, at_once):
     monkeypatch.setattr(lanes_module, "_TEST_BATCH", at_once)
     model = made(name)

@@ -23,12 +23,50 @@ CASES = {
         {"q": 0.9, "start": "literal"},
     ],
     "fedavg-ft": [{}, {"finetune": 0}, {"finetune": 2}],
-    "fedrep": [{}, {"base_epochs": 0}],
+    "fedrep": [{}, {"base_epochs": 0}, {"final_epochs": 2}],
     "fedbabu": [{}, {"finetune": 1, "tune": "head"}, {"finetune": 1, "tune": "base"}],
     "ditto": [{}, {"personal_epochs": 2, "lam": 3.0}, {"personal_epochs": 0}],
     "fedprox": [{}, {"mu": 2.0}],
+    "fedpac": [{}, {"lam": 3.0, "head_lr": 0.02}, {"head_epochs": 0}, {"head_epochs": 2}],
+    "pfedfda": [
+        {}, {"betas": "one", "beta_steps": 3}, {"betas": "own"}, {"last": "all"}, {"mode": "as-published"},
+    ],
     "lg-fedavg": [{}, {"mode": "as-published"}],
     "pspfl": [{}, {"keep": 0.9, "share": 0.2}],
+    "fedrod": [{}, {"gamma": 0.0}, {"gamma": 2.5}],
+    "floco": [
+        {}, {"mode": "as-published"}, {"mode": "as-published", "tau": 1}, {"endpoints": 3, "tau": 1, "rho": 0.5},
+        {"endpoints": 1}, {"endpoints": 4, "tau": 4},
+    ],
+    "apfl": [{}, {"mix": 0.8, "adaptive": "on"}, {"mode": "as-published"}],
+    "pfedme": [{}, {"inner": 2, "lam": 3.0, "eta_p": 0.05, "mu": 0.1, "beta": 0.5}],
+    "fedala": [{}, {"eta": 20.0, "tensors": 3}, {"mode": "as-published", "tensors": 99}],
+    "flute": [
+        {}, {"simplex": 1.0, "weights": 0.1, "features": 0.02}, {"joint_epochs": 2, "server_lr": 0.0},
+        {"final_epochs": 2}, {"mode": "as-published"},
+    ],
+    "feddpa": [
+        {}, {"threshold": 0.1, "near": 1.0, "level": 0.5, "bound": 0.1}, {"shared_epochs": 1},
+        {"mode": "as-published"}, {"mode": "as-published", "threshold": 0.8},
+    ],
+    "fedselect": [
+        {}, {"every": 1}, {"every": 1, "grow": 0.6, "cap": 0.5}, {"mode": "as-published"},
+        {"mode": "as-published", "every": 5, "grow": 0.0001, "cap": 0.3},
+    ],
+    "pfedsim": [{}, {"rho": 0.0}, {"rho": 0.25}],
+    "seqfededt": [
+        {}, {"q": 0.9}, {"q": 0.9, "score": "squared", "norm": "layer"}, {"q": 0.9, "scope": "classifier"},
+        {"q": 0.9, "ema": 0.7, "start": "literal"},
+    ],
+    "decoupled": [
+        {}, {"q": 0.9, "score": "product", "pool": "tensor"}, {"q": 0.9, "score": "gradient"},
+        {"q": 0.9, "score": "gradient", "ema": 0.7}, {"q": 0.9, "score": "random", "start": "literal"},
+        {"q": 0.9, "score": "magnitude", "scope": "classifier"}, {"q": 0.9, "score": "fisher"},
+        {"q": 0.9, "score": "fisher", "pool": "tensor", "norm": "layer"}, {"q": 0.9, "score": "fisher-batch"},
+        {"q": 0.9, "score": "fisher-batch", "scope": "classifier", "start": "literal"}, {"q": 0.9, "score": "obd"},
+        {"q": 0.9, "score": "obd", "norm": "global", "ema": 0.7}, {"q": 0.9, "score": "fisher", "pool": "tensor",
+        "scope": "classifier"},
+    ],
 }  # fmt: skip
 ALL = [(method, options) for method in METHODS for options in CASES.get(method, [{}])]
 

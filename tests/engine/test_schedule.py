@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedobp.engine.schedule as schedule_module
-from fedobp.engine.schedule import batches, batches_of, orders
+from fedobp.engine.schedule import batches, batches_of, orders, share_of, step_key, subset
 from fedobp.keys import fold
 
 
@@ -130,3 +130,31 @@ def test_a_clients_order_does_not_depend_on_who_is_beside_it():
     real = torch.arange(4) < alone.counts[0, :, None]
     assert torch.equal(beside.counts[1, :steps], alone.counts[0])
     assert torch.equal(beside.positions[1, :steps][real], alone.positions[0][real])
+
+
+@pytest.mark.parametrize(("n", "size", "smallest", "count"), [(9, 4, 1, 3), (9, 4, 2, 2), (3, 4, 4, 0), (1, 1, 2, 0)])
+def test_how_small_a_batch_may_be(n, size, smallest, count):
+    assert len(batches(fold(3), n, size, smallest=smallest)) == batches_of(n, size, smallest) == count
+
+
+def test_orders_can_begin_at_a_later_epoch():
+    keys, n = fold(7, torch.arange(3)), [9, 5, 2]
+    later = orders(keys, n, [1, 1, 1], 4, 1, first=2)
+    for row, (key, size) in enumerate(zip(keys, n, strict=True)):
+        wanted = batches(fold(key, 2), size, 4, smallest=1)
+        found = [p[:c].tolist() for p, c in zip(later.positions[row], later.counts[row].tolist(), strict=True) if c]
+        assert found == [batch.tolist() for batch in wanted]
+
+
+@pytest.mark.parametrize(("n", "fraction", "count"), [(10, 0.8, 8), (3, 0.5, 1), (1, 0.1, 1), (0, 0.5, 0), (4, 1.0, 4)])
+def test_a_share_of_samples(n, fraction, count):
+    chosen = subset(fold(5), n, fraction).tolist()
+    assert len(chosen) == len(set(chosen)) == share_of(n, fraction) == count
+    assert set(chosen) <= set(range(n))
+
+
+def test_keys_of_steps_are_no_keys_of_orders():
+    key = fold(1, 2)
+    steps = [int(step_key(key, epoch, at)) for epoch in range(5) for at in range(5)]
+    hashes = [int(fold(key, epoch, sample)) for epoch in range(5) for sample in range(50)]
+    assert len(set(steps + hashes)) == 25 + 250

@@ -25,6 +25,15 @@ def registered(**layers: nn.Module) -> str:
     return "made-up"
 
 
+class Buffered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        return x
+
+
 PAPER = {  # dataset: input, classes, (conv1, conv2, fc1, classifier), total
     "cifar10, svhn": ((3, 32, 32), 10, (2_432, 51_264, 819_712, 5_130), 878_538),
     "cifar100": ((3, 32, 32), 100, (2_432, 51_264, 819_712, 51_300), 924_708),
@@ -206,7 +215,15 @@ def test_an_image_too_small_is_refused(name, shape, smallest):
     [
         ({"fc": nn.Linear(2, 2)}, "has no layer called `classifier`"),
         ({"classifiers": nn.Linear(2, 2)}, "has no layer called `classifier`"),
-        ({"norm": nn.BatchNorm1d(2), "classifier": nn.Linear(2, 2)}, "has buffers"),
+        (
+            {"norm": nn.BatchNorm1d(2, momentum=None), "classifier": nn.Linear(2, 2)},
+            "has a BatchNorm without running statistics",
+        ),
+        (
+            {"norm": nn.BatchNorm1d(2, track_running_stats=False), "classifier": nn.Linear(2, 2)},
+            "has a BatchNorm without running statistics",
+        ),
+        ({"norm": Buffered(), "classifier": nn.Linear(2, 2)}, "has buffers other than BatchNorm's"),
         ({"drop": nn.Dropout(0.5), "classifier": nn.Linear(2, 2)}, "draws random numbers"),
         ({"deep": nn.Sequential(nn.AlphaDropout(0.5)), "classifier": nn.Linear(2, 2)}, "draws random numbers"),
     ],
@@ -264,3 +281,41 @@ def test_a_head_that_is_no_linear_layer_is_named():
     name = registered(flatten=nn.Flatten(), classifier=nn.Linear(4, 2, bias=False))
     with pytest.raises(FedobpError, match="one linear layer with a bias"):
         Model(name, (4,), 2).head(torch.zeros(8))
+
+
+# BatchNorm.
+
+
+def test_the_papers_cnn_with_batch_norm():
+    model, plain = Model("cnn-bn", (3, 32, 32), 10), Model("cnn", (3, 32, 32), 10)
+    assert model.layout.learned == plain.layout.size + 2 * (32 + 64)  # a weight and a bias a channel
+    assert model.layout.size == model.layout.learned + 2 * (32 + 64)  # and two statistics
+    assert [name for name in model.layout.names if model.layout.in_norm(name)] == [
+        "bn1.weight", "bn1.bias", "bn2.weight", "bn2.bias",
+        "bn1.running_mean", "bn1.running_var", "bn2.running_mean", "bn2.running_var",
+    ]  # fmt: skip
+    assert not any(plain.layout.in_norm(name) for name in plain.layout.names)
+    assert [name for name, _ in model.module().named_children()][:4] == ["conv1", "bn1", "relu1", "pool1"]
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_batch_norm_is_torchs_own_in_training_and_after_it(padding):
+    name = registered(
+        conv=nn.Conv2d(1, 3, 3), norm=nn.BatchNorm2d(3, eps=1e-3, momentum=0.2), flatten=nn.Flatten(),
+        flat=nn.BatchNorm1d(108, affine=False), classifier=nn.Linear(108, 2),
+    )  # fmt: skip
+    model = Model(name, (1, 8, 8), 2)
+    theta = model.initial(0).double() + 0.1 * torch.arange(model.layout.size).cos()
+    x, weight = torch.randn(5 + padding, 1, 8, 8, dtype=torch.float64), torch.ones(5 + padding, dtype=torch.float64)
+    weight[5:] = 0
+    logits, statistics = model.trained(theta, x, weight)
+    module = model.module(theta).train()
+    torch.testing.assert_close(logits[:5], module(x[:5]))
+    after = model.read(module)
+    torch.testing.assert_close(statistics, after[model.layout.learned :])
+    assert torch.equal(after[: model.layout.learned], theta[: model.layout.learned])
+    torch.testing.assert_close(model.logits(after, x), module.eval()(x))
+    assert set(module.state_dict()) - set(model.layout.names) == {
+        "norm.num_batches_tracked",
+        "flat.num_batches_tracked",
+    }

@@ -83,7 +83,7 @@ class FedOBP(Method):
 
     def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
         """Eq. 19, 7 and 8: score, choose the personal set, send the rest."""
-        score = SCORES[self.score](rows["theta"], server["theta"])
+        score = self.scores(now, server, rows)
         has_model = rows["seen"] if self.start == "global" else torch.ones_like(rows["seen"])
         if self.ema > 0:
             score = smooth(score, rows["score"], rows["scored"], self.ema)
@@ -91,14 +91,21 @@ class FedOBP(Method):
         personal = self.personal(model, score) & has_model[:, None]
         return {"theta": Sparse(to_all(server["theta"], now), ~personal)}, rows
 
+    def scores(self, now: Moment, server: Tensors, rows: Tensors) -> Tensor:
+        """Eq. 19, or the released code's: how important each entry of a client's last upload is."""
+        return SCORES[self.score](rows["theta"], server["theta"])
+
     def personal(self, model: Model, score: Tensor) -> Tensor:
         """Return each row's personal set: the scope's pool, normalised, above its own quantile."""
         layout = model.layout
         if self.scope == "classifier":
             base, head = layout.split(score)
             sizes = [size for name, size in zip(layout.names, layout.sizes, strict=True) if layout.in_head(name)]
-            return layout.join(torch.zeros_like(base, dtype=torch.bool), above(self._normalised(head, sizes), self.q))
-        return above(self._normalised(score, layout.sizes), self.q)
+            return layout.join(torch.zeros_like(base, dtype=torch.bool), self._above(head, sizes))
+        return self._above(score, layout.sizes)
+
+    def _above(self, score: Tensor, sizes: Sequence[int]) -> Tensor:
+        return above(self._normalised(score, sizes), self.q)
 
     def _normalised(self, score: Tensor, sizes: Sequence[int]) -> Tensor:
         if self.norm == "layer":

@@ -23,7 +23,15 @@ class FedRep(FedPer):
 
     base_epochs: int = option(1, "local epochs for the base, after the head's; 1 is the authors' own", low=0)
 
+    final_epochs: int = option(0, "head epochs in a last round over all clients; the authors take 10 or more", low=0)
+
+    def everyone(self, round: int, rounds: int) -> bool:
+        """Call everyone for the last round, if there is something to do in it."""
+        return self.final_epochs > 0 and round == rounds
+
     def local(self, model: Model, now: Moment) -> Program:
         """Spend the local epochs on the head, and the last of them on the base."""
+        if self.everyone(now.round, now.rounds):
+            return [join_parts, Train(self.final_epochs, part="head"), keep_head]
         base = min(self.base_epochs, now.epochs)
         return [join_parts, Train(now.epochs - base, part="head"), Train(base, part="base"), keep_head]

@@ -60,6 +60,7 @@ class Trained(NamedTuple):
     n: Tensor  # training samples of each client
     loss: Tensor  # mean over each client's batches; NaN where it had none
     finite: Tensor  # whether each client's weights and loss still are
+    seen: int  # samples that went through the clients' models, each as often as it did
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
+from torch.nn import functional
 
 from fedobp.algorithms import Batch, Client, Record, Sweep, Tensors, Train
 from fedobp.data import FederatedData, Split
@@ -31,7 +32,7 @@ from fedobp.engine.graphs import Graphs
 from fedobp.engine.interface import Counters, Task, Trained
 from fedobp.engine.kernels import fused_for
 from fedobp.engine.schedule import SUBSET, batches_of, orders, share_of, step_key
-from fedobp.engine.serial import last_models, poisoned
+from fedobp.engine.serial import last_models, poisoned, without_norms
 from fedobp.engine.stack import Columns, Forward, Grouped, stacked
 from fedobp.keys import Purpose, fold
 from fedobp.models import Model
@@ -45,7 +46,7 @@ _STACK_LANES = 32
 _TEST_BATCH = 256
 
 T = TypeVar("T")
-Walk = Generator["_Phase", "_Done", tuple[Client, Tensor]]
+Walk = Generator["_Phase", "_Done", tuple[Client, Tensor, int]]
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,12 @@ class _Phase:
 
 
 class _Done(NamedTuple):
-    """What a phase gave: changed scratch values, mean losses (NaN: none), and how many batches it took."""
+    """What a phase gave: changed scratch values, mean losses (NaN: none), each client's batches, and all samples."""
 
     work: Tensors
     loss: Tensor
     steps: Tensor
+    seen: int
 
 
 def _function(value: Any) -> Hashable:
@@ -125,17 +127,17 @@ class Lanes:
     def train(self, tasks: Sequence[Task]) -> list[Trained]:
         """Run the local programs of several runs on their cohorts, and keep what each client remembers."""
         runs = list(zip(tasks, self._run(tasks, Purpose.TRAIN), strict=True))
-        for task, (done, _) in runs:
+        for task, (done, _, _) in runs:
             task.people.keep(task.now.cohort.tolist(), done.own, done.theta)
         # For all runs at once: a device that is told many small things waits for them to be told.
         cohorts = [len(task.now.cohort) for task in tasks]
         samples = [task.people.data.size(client, "train") for task in tasks for client in task.now.cohort.tolist()]
-        sums = torch.cat([done.theta.sum(dim=1) for _, (done, _) in runs])  # whatever is not finite shows in the sum
-        finite = sums.isfinite() & ~torch.cat([loss for _, (_, loss) in runs]).isinf()
+        sums = torch.cat([done.theta.sum(dim=1) for _, (done, _, _) in runs])  # whatever is not finite shows in it
+        finite = sums.isfinite() & ~torch.cat([loss for _, (_, loss, _) in runs]).isinf()
         each = zip(send(samples, sums.device).split(cohorts), finite.split(cohorts), strict=True)
         return [
-            Trained({name: poisoned(value) for name, value in done.up.items()}, n, loss, fine)
-            for (_, (done, loss)), (n, fine) in zip(runs, each, strict=True)
+            Trained({name: poisoned(value) for name, value in done.up.items()}, n, loss, fine, seen)
+            for (_, (done, loss, seen)), (n, fine) in zip(runs, each, strict=True)
         ]
 
     def prepare(self, tasks: Sequence[Task]) -> None:
@@ -162,7 +164,7 @@ class Lanes:
 
     def serve(self, task: Task) -> Tensors:
         """Run a serving program on a cohort; what it remembers is dropped."""
-        [(done, _)] = self._run([task], Purpose.SERVE)
+        [(done, _, _)] = self._run([task], Purpose.SERVE)
         nothing = torch.zeros_like(done.theta, dtype=torch.bool)
         rest = done.work if task.predict else {}
         return {**rest, "theta": done.theta, "mine": done.work.get("mine", nothing)}
@@ -216,10 +218,10 @@ class Lanes:
 
     # Programs.
 
-    def _run(self, tasks: Sequence[Task], purpose: Purpose) -> list[tuple[Client, Tensor]]:
+    def _run(self, tasks: Sequence[Task], purpose: Purpose) -> list[tuple[Client, Tensor, int]]:
         """Walk all programs side by side; those that wait at phases of one kind train together."""
         walks = [self._walk(task, purpose) for task in tasks]
-        done: dict[int, tuple[Client, Tensor]] = {}
+        done: dict[int, tuple[Client, Tensor, int]] = {}
         waiting: dict[int, _Phase] = {}
 
         def go_on(at: int, answer: _Done | None) -> None:
@@ -243,7 +245,7 @@ class Lanes:
         """Run one program on its cohort; stop at every `Train` and `Sweep`, of which the outcome is sent in."""
         people, like, cohort = task.people, task.people.data.mean, task.now.cohort
         keys = _keys(task, purpose)
-        loss = like.new_full((len(cohort),), math.nan)
+        loss, seen = like.new_full((len(cohort),), math.nan), 0
         numbers = send(list(task.hp.values()), like.device, like.dtype).unbind()
         sizes = [people.data.size(client, "train") for client in cohort.tolist()]
         n, who = send(torch.stack([torch.tensor(sizes), cohort]), like.device)
@@ -260,9 +262,10 @@ class Lanes:
                 done = yield _Phase(task, item, client, fold(keys, at))
                 client = replace(client.set(**done.work), data={**client.data, "steps": done.steps})
                 loss = done.loss if isinstance(item, Train) and item.epochs else loss
+                seen += done.seen
             else:
                 client = self._vectorised(item, client)
-        return client, loss
+        return client, loss, seen
 
     def _vectorised(self, function: Callable[[Model, Client], Client], client: Client) -> Client:
         """Call a function of one client on all of them."""
@@ -297,7 +300,8 @@ class Lanes:
         vectors = {id(p): {name: p.client.work[name].clone() for name in p.item.learn} for p in phases}
         like = phases[0].client.work[phases[0].item.learn[0]]
         losses = {id(phase): like.new_full((len(phase.keys),), math.nan) for phase in phases}
-        fit = self._fit_plain if phases[0].item.loss is None else self._fit_loss
+        plain, norms = phases[0].item.loss is None, self._model.layout.learned < self._model.layout.size
+        fit = self._fit_plain if plain and not norms else self._fit_one_by_one
 
         def train(some: Sequence[_Lane]) -> int:
             rows = [[vectors[id(lane.phase)][name][lane.row] for name in lane.phase.item.learn] for lane in some]
@@ -306,11 +310,12 @@ class Lanes:
             torch._foreach_copy_([losses[id(lane.phase)][lane.row] for lane in some], list(loss.unbind()))
             return slots
 
-        plain = phases[0].item.loss is None
         slots = self._work(train, self._dealt(moving, like, self._batch, plain), like.device)
-        seen = [lane.phase.item.epochs * (lane.n - (lane.n % self._batch == 1)) for lane in moving]
-        self.counters += Counters(sum(lane.steps for lane in moving), sum(slots), sum(seen))
-        return [_Done(vectors[id(phase)], losses[id(phase)], self._steps(phase)) for phase in phases]
+        seen = {id(phase): 0 for phase in phases}
+        for lane in moving:
+            seen[id(lane.phase)] += lane.phase.item.epochs * (lane.n - (lane.n % self._batch == 1))
+        self.counters += Counters(sum(lane.steps for lane in moving), sum(slots), sum(seen.values()))
+        return [_Done(vectors[id(p)], losses[id(p)], self._steps(p), seen[id(p)]) for p in phases]
 
     def _steps(self, phase: _Phase) -> Tensor:
         """Return how many batches each client of a training phase has."""
@@ -320,27 +325,32 @@ class Lanes:
 
     def _sweep(self, phases: Sequence[_Phase]) -> list[_Done]:
         """Take equal functions of several phases through their lanes' batches."""
+        without_norms(self._model)
         item, lanes = phases[0].item, self._lanes(phases)
         work = {id(phase): {name: value.clone() for name, value in phase.client.work.items()} for phase in phases}
-        steps = {id(phase): torch.zeros_like(phase.client.data["n"]) for phase in phases}
+        steps, seen = {id(phase): [0] * len(phase.keys) for phase in phases}, {id(phase): 0 for phase in phases}
         like = phases[0].client.theta
         size = max((lane.n for lane in lanes), default=0) if item.whole else self._batch
 
-        def go(some: Sequence[_Lane]) -> int:
-            after, taken, slots = self._swept(some, size)
+        def go(some: Sequence[_Lane]) -> tuple[list[int], int]:
+            after, epochs, slots = self._swept(some, size)
             for name, values in after.items():
                 torch._foreach_copy_([work[id(lane.phase)][name][lane.row] for lane in some], list(values.unbind()))
-            torch._foreach_copy_([steps[id(lane.phase)][lane.row] for lane in some], list(taken.unbind()))
-            return slots
+            return epochs, slots
 
-        slots = sum(self._work(go, self._dealt(lanes, like, size, plain=False), like.device))
-        self.counters += Counters(sum(lane.steps for lane in lanes), slots, sum(lane.n for lane in lanes))
-        return [
-            _Done(work[id(phase)], like.new_full((len(phase.keys),), math.nan), steps[id(phase)]) for phase in phases
-        ]
+        stacks = self._dealt(lanes, like, size, plain=False)
+        done = self._work(go, stacks, like.device)
+        for some, (epochs, _) in zip(stacks, done, strict=True):
+            for lane, times in zip(some, epochs, strict=True):
+                steps[id(lane.phase)][lane.row] = times * lane.steps
+                left_out = lane.n % size if lane.n % size < item.smallest else 0
+                seen[id(lane.phase)] += times * (lane.n - left_out)
+        self.counters += Counters(sum(map(sum, steps.values())), sum(slots for _, slots in done), sum(seen.values()))
+        nan = {id(phase): like.new_full((len(phase.keys),), math.nan) for phase in phases}
+        return [_Done(work[id(p)], nan[id(p)], send(steps[id(p)], like.device), seen[id(p)]) for p in phases]
 
-    def _swept(self, lanes: Sequence[_Lane], size: int) -> tuple[Tensors, Tensor, int]:
-        """Take a stack through a sweep: return `work` after it, the batches of each lane, and the slots taken."""
+    def _swept(self, lanes: Sequence[_Lane], size: int) -> tuple[Tensors, list[int], int]:
+        """Take a stack through a sweep: return `work` after it, each lane's epochs, and the slots taken."""
         item, data = lanes[0].phase.item, [lane.phase.task.people.data for lane in lanes]
         device, once = data[0].x.device, [1] * len(lanes)
         keys = send(torch.stack([lane.phase.keys[lane.row] for lane in lanes]), device)
@@ -357,20 +367,25 @@ class Lanes:
             return item.more(self._model, Client(own, down, work, {}, hp, about))
 
         step_of: Callable[..., Any] = vmap(step)
-        alive = torch.ones(len(lanes), dtype=torch.bool, device=device)
-        taken, slots = torch.zeros(len(lanes), dtype=torch.int64, device=device), 0
+        alive, epochs, slots = torch.ones(len(lanes), dtype=torch.bool, device=device), [0] * len(lanes), 0
         rows = send([lane.steps for lane in lanes], device)
         for epoch in range(item.epochs):
             if item.more is not None:
                 alive &= vmap(more)(own, down, work, hp, about)
                 if not alive.any():
                     break
+            going = alive.tolist() if item.more is not None else [True] * len(lanes)
+            epochs = [times + goes for times, goes in zip(epochs, going, strict=True)]
             positions, counts = orders(keys, [lane.n for lane in lanes], once, size, item.smallest, epoch)
             if chosen is not None:
                 positions = chosen.gather(1, positions.flatten(1)).view_as(positions)
             ids, counts = self._ids(lanes, positions).transpose(0, 1), counts.t()
             for at, awake in enumerate(active([lane.steps for lane in lanes])):
-                when = step_key(keys[:awake], epoch, at), taken[:awake] + at, torch.full_like(taken[:awake], epoch)
+                when = (
+                    step_key(keys[:awake], epoch, at),
+                    epoch * rows[:awake] + at,
+                    torch.full_like(rows[:awake], epoch),
+                )
                 batch = self._batch_of(data, ids[at, :awake], counts[at, :awake], when)
                 part = [_first(home, awake) for home in (own, down, work, hp, about)]
                 with self._autocast(batch.x):
@@ -381,8 +396,7 @@ class Lanes:
                         values = torch.where(alive[:awake].view(-1, *[1] * (values.ndim - 1)), values, before)
                     before.copy_(values)
                 slots += ids[at, :awake].numel()
-            taken += rows * alive
-        return work, taken, slots
+        return work, epochs, slots
 
     def _batch_of(
         self, data: Sequence[FederatedData], ids: Tensor, counts: Tensor, when: tuple[Tensor, Tensor, Tensor]
@@ -439,29 +453,42 @@ class Lanes:
             self._fused[device] = fused_for(self._model, self._batch, self._precision, device)
         return self._fused[device]
 
-    def _fit_loss(self, lanes: Sequence[_Lane], rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:
-        """Train a stack with a loss of the method's own, as `_fit_plain` does."""
+    def _fit_one_by_one(self, lanes: Sequence[_Lane], rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:
+        """Train a stack as `_fit_plain` does, by a vectorised function of one lane.
+
+        That is for a loss of the method's own, and for BatchNorm, which has statistics to move.
+        """
         ids, counts = self._data_order(lanes)
         data = [lane.phase.task.people.data for lane in lanes]
-        item = lanes[0].phase.item
+        item, layout = lanes[0].phase.item, self._model.layout
         loss_of, first = item.loss, item.learn[0]
-        assert loss_of is not None
 
         def one(
             learned: Tensors, own: Tensors, down: Record, work: Tensors, hp: Tensors, data: Tensors, batch: Batch
-        ) -> Tensor:
-            return cast(Tensor, loss_of(self._model, Client(own, down, {**work, **learned}, {}, hp, data), batch))
+        ) -> Any:
+            if loss_of is not None:
+                return loss_of(self._model, Client(own, down, {**work, **learned}, {}, hp, data), batch), ()
+            logits, statistics = self._model.trained(learned[first], batch.x, batch.weight)
+            return batch.mean(functional.cross_entropy(logits, batch.y, reduction="none")), statistics
 
-        step_of: Callable[..., Any] = vmap(grad_and_value(one))
-        state = [_stacked(lanes, home) for home in ("own", "down", "work", "hp", "data")]
-        learned = {name: state[2][name].clone() for name in item.learn}
+        step_of: Callable[..., Any] = vmap(grad_and_value(one, has_aux=True))
+        if loss_of is not None:
+            without_norms(self._model)
+            state = [_stacked(lanes, home) for home in ("own", "down", "work", "hp", "data")]
+            learned = {name: state[2][name].clone() for name in item.learn}
+        else:
+            state, learned = [{}] * 5, {first: torch.stack([row for [row] in rows])}
         rules = {name: _rule(lanes, learned[name].shape[1], special=name == first) for name in item.learn}
+        free = rules[first].moving
         if item.part != "all":
-            inside = self._model.layout.is_head(ids.device) == (item.part == "head")
-            masked = rules[first].moving
-            rules[first] = replace(
-                rules[first], moving=(inside if masked is None else inside & masked).expand(len(lanes), -1)
-            )
+            inside = layout.is_head(ids.device) == (item.part == "head")
+            free = (inside if free is None else inside & free).expand(len(lanes), -1)
+        free_statistics = None
+        if loss_of is None:
+            entries = torch.arange(layout.size, device=ids.device).expand(len(lanes), -1)
+            free = torch.ones_like(entries, dtype=torch.bool) if free is None else free
+            free_statistics, free = free[:, layout.learned :], free & (entries < layout.learned)
+        rules[first] = replace(rules[first], moving=free)
         total = learned[first].new_zeros(len(lanes))
         keys = send(torch.stack([lane.phase.keys[lane.row] for lane in lanes]), ids.device)
         per_epoch = send([batches_of(lane.n, self._batch) for lane in lanes], ids.device)
@@ -471,10 +498,13 @@ class Lanes:
                 now, epoch = ids[step, :awake], step // per_epoch[:awake]
                 when = step_key(keys[:awake], epoch, step % per_epoch[:awake]), torch.full_like(epoch, step), epoch
                 part = [_first(home, awake) for home in (learned, *state)]
-                gradients, loss = step_of(*part, self._batch_of(data, now, counts[step, :awake], when))
+                gradients, (loss, seen) = step_of(*part, self._batch_of(data, now, counts[step, :awake], when))
                 total[:awake] += loss
                 for name in item.learn:
                     move(learned[name][:awake], gradients[name], rules[name].part(awake))
+                if free_statistics is not None:
+                    statistics = learned[first][:awake, layout.learned :]
+                    statistics.copy_(torch.where(free_statistics[:awake], seen, statistics))
                 slots += now.numel()
         for at, vectors in enumerate(rows):
             torch._foreach_copy_(list(vectors), [values[at] for values in learned.values()])

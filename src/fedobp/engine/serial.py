@@ -15,8 +15,9 @@ from fedobp.data import Split
 from fedobp.engine.arithmetic import Precision, serial_threads, steady
 from fedobp.engine.interface import Counters, Task, Trained
 from fedobp.engine.schedule import batches, step_key, subset
+from fedobp.errors import FedobpError
 from fedobp.keys import Purpose, fold
-from fedobp.models import Model
+from fedobp.models import Model, is_statistic
 
 _TEST_BATCH = 1024
 
@@ -38,7 +39,7 @@ class Serial:
         uploads: list[Record] = []
         losses: list[Tensor] = []
         finite: list[Tensor] = []
-        people, cohort = task.people, task.now.cohort.tolist()
+        people, cohort, before = task.people, task.now.cohort.tolist(), self.counters
         for position, client in enumerate(cohort):
             done, loss = self._run(task, client, position, Purpose.TRAIN)
             people.keep([client], {name: value[None] for name, value in done.own.items()}, done.theta[None])
@@ -46,7 +47,8 @@ class Serial:
             losses.append(loss)
             finite.append(done.theta.isfinite().all() & ~loss.isinf())
         n = torch.tensor([people.data.size(client, "train") for client in cohort], device=people.data.x.device)
-        return Trained(_stack(uploads), n, torch.stack(losses), torch.stack(finite))
+        seen = (self.counters - before).samples
+        return Trained(_stack(uploads), n, torch.stack(losses), torch.stack(finite), seen)
 
     def prepare(self, tasks: Sequence[Task]) -> None:
         """Prepare nothing: everything happens when its turn comes."""
@@ -121,6 +123,7 @@ class Serial:
         if phase.fraction < 1:
             chosen = subset(key, len(y), phase.fraction).to(y.device)
             x, y = x[chosen], y[chosen]
+        without_norms(self._model)
         size, steps, seen = len(y) if phase.whole else self._batch, 0, 0
         for epoch in range(phase.epochs if len(y) else 0):
             if phase.more is not None and not phase.more(self._model, client):
@@ -158,9 +161,13 @@ def sgd(
     rates = float(hp[phase.lr]), float(hp["momentum"])
     optimizer = torch.optim.SGD(learned, *rates, weight_decay=float(hp["weight_decay"]))
     plain = phase.part == "all" and (phase.mask, phase.pull, phase.drift) == (None, None, None)
+    if phase.loss is not None:
+        without_norms(model)
     losses = []
+    statistics = [buffer for name, buffer in module.named_buffers() if is_statistic(name)]
     for batch in data:
         optimizer.zero_grad()
+        before = [one.clone() for one in statistics]
         if phase.loss is None:
             loss = functional.cross_entropy(module(batch.x), batch.y)
         else:
@@ -174,6 +181,7 @@ def sgd(
             optimizer.step()
         else:
             _special_step(model, client, phase, learned if phase.loss is None else learned[:1], optimizer)
+            _put_back(statistics, before, _moving(model, client, phase, vectors[first])[model.layout.learned :])
     if phase.loss is None:
         return client.set(**{first: model.read(module)}), losses
     return client.set(**{name: vector.detach() for name, vector in vectors.items()}), losses
@@ -188,21 +196,43 @@ def _special_step(
     push = torch.zeros_like(before)
     if phase.pull is not None:
         anchor, mu = phase.pull
-        push += client.hp[mu] * (before - client.work[anchor])
+        push += client.hp[mu] * (before - client.work[anchor][: len(before)])
     if phase.drift is not None:
-        push += client.work[phase.drift]
-    moving = torch.ones_like(before, dtype=torch.bool)
-    if phase.part != "all":
-        moving &= model.layout.is_head(before.device) == (phase.part == "head")
-    if phase.mask is not None:
-        moving &= client.work[phase.mask]
+        push += client.work[phase.drift][: len(before)]
     sizes = [piece.numel() for piece in pieces]
     for piece, part in zip(pieces, push.split(sizes), strict=True):
         assert piece.grad is not None
         piece.grad += part.view_as(piece)
     optimizer.step()
-    for piece, old, free in zip(pieces, before.split(sizes), moving.split(sizes), strict=True):
-        piece.copy_(torch.where(free.view_as(piece), piece, old.view_as(piece)))
+    moving = _moving(model, client, phase, before)[: len(before)]
+    _put_back(pieces, [old.view_as(piece) for old, piece in zip(before.split(sizes), pieces, strict=True)], moving)
+
+
+def _moving(model: Model, client: Client, phase: Train, like: Tensor) -> Tensor:
+    """Return which entries of the first vector may move."""
+    size = len(client.work[phase.learn[0]])
+    moving = torch.ones(size, dtype=torch.bool, device=like.device)
+    if phase.part != "all":
+        moving &= model.layout.is_head(like.device) == (phase.part == "head")
+    if phase.mask is not None:
+        moving &= client.work[phase.mask]
+    return moving
+
+
+@torch.no_grad()
+def _put_back(pieces: Sequence[Tensor], before: Sequence[Tensor], moving: Tensor) -> None:
+    """Give entries that may not move their old values."""
+    parts = moving.split([piece.numel() for piece in pieces])
+    for piece, old, free in zip(pieces, before, parts, strict=True):
+        piece.copy_(torch.where(free.view_as(piece), piece, old))
+
+
+def without_norms(model: Model) -> None:
+    """Refuse a model with BatchNorm where a method looks at logits itself."""
+    if model.layout.learned < model.layout.size:
+        raise FedobpError(
+            f"this method computes its own loss, which is not made for BatchNorm ('{model.name}'): use --model cnn"
+        )
 
 
 def last_models(task: Task, otherwise: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ from torch.func import functional_call
 from fedobp.errors import FedobpError, unknown
 from fedobp.models.layout import Inside, Layout
 from fedobp.models.nets import NETS, register
+from fedobp.models.norms import Norm, is_statistic, norms_of, pure, statistics_of
 
-__all__ = ["NETS", "Inside", "Layout", "Model", "register"]
+__all__ = ["NETS", "Inside", "Layout", "Model", "is_statistic", "register"]
 
 
 class Model:
@@ -25,8 +26,8 @@ class Model:
         self.name, self.shape, self.classes = name, tuple(shape), classes
         module = self._build(seed=0)
         self._check(module)
-        self.structure, self._threads = module, threading.local()
-        tensors = dict(module.named_parameters())
+        self.structure, self._threads = pure(module), threading.local()
+        tensors = _tensors(module)
         self.layout = Layout(tuple(tensors), tuple(tuple(tensor.shape) for tensor in tensors.values()))
 
     def _build(self, seed: int) -> nn.Module:
@@ -39,8 +40,13 @@ class Model:
         """Refuse what one flat vector with keyed randomness cannot hold."""
         if not any(Layout.in_head(name) for name, _ in module.named_parameters()):
             raise FedobpError(f"model '{self.name}' has no layer called `classifier`: name its last layer so")
-        if any(True for _ in module.buffers()):
-            raise FedobpError(f"model '{self.name}' has buffers (BatchNorm?), which are not supported: use GroupNorm")
+        norms = dict(norms_of(module))
+        if any(name.rpartition(".")[0] not in norms for name, _ in module.named_buffers()):
+            raise FedobpError(f"model '{self.name}' has buffers other than BatchNorm's, which are not supported")
+        if any(layer.momentum is None or not layer.track_running_stats for layer in norms.values()):
+            raise FedobpError(
+                f"model '{self.name}' has a BatchNorm without running statistics or without a fixed momentum"
+            )
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             before = torch.get_rng_state()
             try:
@@ -52,7 +58,7 @@ class Model:
 
     def initial(self, seed: int) -> Tensor:
         """Return theta^0: torch's default initialisation after seeding with `seed`, in float32."""
-        return self.layout.flatten(dict(self._build(seed).named_parameters()))
+        return self.layout.flatten(_tensors(self._build(seed)))
 
     def module(self, theta: Tensor | None = None) -> nn.Module:
         """Return a fresh, ordinary module; with a vector, its parameters hold a copy of that vector's values."""
@@ -88,19 +94,44 @@ class Model:
         base, _ = self.layout.split(theta)
         return self.layout.join(base, torch.cat([weight.flatten(-2), bias], dim=-1))
 
-    def apply(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return the outputs of the network with the given parameters, by name."""
+    def trained(self, theta: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs as in training, with BatchNorm over the batch, and the new running statistics.
+
+        `weight` is 1 for a sample and 0 for padding.
+        """
+        module = self._own_module()
+        norms = [layer for layer in module.modules() if isinstance(layer, Norm)]
+        try:
+            for layer in norms:
+                layer.sample_weight = weight
+            logits = functional_call(module, self.layout.views(theta), (x,))
+            return cast(Tensor, logits), statistics_of(module)
+        finally:
+            for layer in norms:
+                layer.sample_weight, layer.seen = None, ()
+
+    def _own_module(self) -> nn.Module:
         # torch lends the parameters to a module while it runs: each thread needs one of its own.
         if not hasattr(self._threads, "module"):
             self._threads.module = deepcopy(self.structure)
-        return cast(Tensor, functional_call(self._threads.module, dict(tensors), (x,)))
+        return cast(nn.Module, self._threads.module)
+
+    def apply(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Return the outputs of the network with the given parameters, by name."""
+        return cast(Tensor, functional_call(self._own_module(), dict(tensors), (x,)))
 
     def load(self, module: nn.Module, theta: Tensor) -> None:
-        """Copy a vector's values into a module's parameters."""
+        """Copy a vector's values into a module's parameters and statistics."""
         with torch.no_grad():
-            for parameter, values in zip(module.parameters(), self.layout.views(theta).values(), strict=True):
-                parameter.copy_(values)
+            for tensor, values in zip(_tensors(module).values(), self.layout.views(theta).values(), strict=True):
+                tensor.copy_(values)
 
     def read(self, module: nn.Module) -> Tensor:
-        """Return a module's parameters as a vector."""
-        return self.layout.flatten(dict(module.named_parameters()))
+        """Return a module's parameters and statistics as a vector."""
+        return self.layout.flatten(_tensors(module))
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return what a model's vector is made of: all parameters, and after them BatchNorm's running statistics."""
+    statistics = {name: buffer for name, buffer in module.named_buffers() if is_statistic(name)}
+    return {**dict(module.named_parameters()), **statistics}

@@ -9,6 +9,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from fedobp.models.norms import is_statistic
+
 Inside = Callable[[str], bool]  # says of a tensor's name whether it belongs to a part
 
 HEAD = "classifier."  # a model's last layer is called `classifier`; all else is its base
@@ -36,6 +38,15 @@ class Layout:
         """Where each tensor lies."""
         ends = list(accumulate(self.sizes))
         return {name: slice(end - size, end) for name, size, end in zip(self.names, self.sizes, ends, strict=True)}
+
+    @cached_property
+    def learned(self) -> int:
+        """How many entries have a gradient: all but BatchNorm's running statistics, which lie at the end."""
+        return sum(size for name, size in zip(self.names, self.sizes, strict=True) if not is_statistic(name))
+
+    def in_norm(self, name: str) -> bool:
+        """Say whether a tensor belongs to a BatchNorm layer."""
+        return f"{name.rpartition('.')[0]}.running_mean" in self.slices
 
     @staticmethod
     def in_head(name: str) -> bool:

@@ -53,6 +53,17 @@ def cnn(shape: Sequence[int], classes: int) -> nn.Module:
     )
 
 
+@register("cnn-bn")
+def cnn_bn(shape: Sequence[int], classes: int) -> nn.Module:
+    """Return the paper's CNN with BatchNorm after each convolution."""
+    layers = []
+    for name, layer in cnn(shape, classes).named_children():
+        layers.append((name, layer))
+        if isinstance(layer, nn.Conv2d):
+            layers.append((name.replace("conv", "bn"), nn.BatchNorm2d(layer.out_channels)))
+    return nn.Sequential(OrderedDict(layers))
+
+
 @register("cnn-small")
 def cnn_small(shape: Sequence[int], classes: int) -> nn.Module:
     """Return a CNN for small images, such as the 8x8 digits: two padded 3x3 convolutions, one hidden layer of 128."""

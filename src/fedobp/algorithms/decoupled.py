@@ -1,0 +1,178 @@
+"""FedOBP's scheme with interchangeable importance scores, and two pools from which the most important are taken.
+
+The paper compares three scores, I_G (eq. 5), I_F (eq. 6) and its own I_O (eq. 19), but chose entries by a quantile
+within each tensor for the first two and over all entries for the third. Here everything but the score is the same, and
+`pool` is an option of its own. With score=squared and pool=global this is `fedobp`, bit for bit.
+
+The server computes what its records tell: squared, product, magnitude, random, and I_G, |before - after| of a client's
+last local training (the server knows both, as it sends what the client starts from). The Fisher scores need the
+client's samples: then the client is sent the whole global model and scores its own last model before it merges, at
+test too. I_F is printed as the squared gradient of the mean loss (fisher-batch) and coded as the mean of squared
+gradients of single samples (fisher). obd is classical OBD (eq. 12 and 13), the cost of setting an entry to 0:
+H_kk theta_k^2 / 2, with the Fisher information's diagonal for H.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.func import grad
+from torch.nn import functional
+
+from fedobp.algorithms.base import (
+    Batch,
+    Client,
+    Moment,
+    Program,
+    Record,
+    Sparse,
+    Start,
+    Sweep,
+    Tensors,
+    Train,
+    average,
+    dense,
+    option,
+    to_all,
+)
+from fedobp.algorithms.fedavg import keep_and_upload
+from fedobp.algorithms.fedobp import FedOBP
+from fedobp.errors import FedobpError
+from fedobp.importance import above, smooth, squared_gradients
+from fedobp.keys import Purpose, fold, uniform
+from fedobp.models import Model
+
+
+def draw(now: Moment, like: Tensor) -> Tensor:
+    """Return a random score for every entry of [clients, N], evenly spread between -1 and 0.
+
+    Floats are finest near 0: there, where the threshold is, hardly any two of a model's entries tie.
+    """
+    keys = fold(now.seed, now.round, now.cohort, Purpose.SCORE).to(like.device)
+    return -uniform(keys[:, None], like.shape[1]).to(like.dtype)
+
+
+def take_own(model: Model, client: Client) -> Client:
+    """Lay out the client's own last model, of which the samples will tell what is important."""
+    return client.set(theta=client.own["theta"], score=torch.zeros_like(client.own["theta"]))
+
+
+def add_squares(model: Model, client: Client, batch: Batch) -> Client:
+    """Eq. 6 as its authors' code has it: add the squared gradients of single samples."""
+    return client.set(score=client.work["score"] + squared_gradients(model, client.theta, batch))
+
+
+def add_gradient(model: Model, client: Client, batch: Batch) -> Client:
+    """Eq. 6 as printed: add the gradients of single samples; the square comes last."""
+
+    def loss(theta: Tensor) -> Tensor:
+        each = functional.cross_entropy(model.logits(theta, batch.x), batch.y, reduction="none")
+        return (each * batch.weight).sum()
+
+    return client.set(score=client.work["score"] + grad(loss)(client.theta))
+
+
+STEPS = {"fisher": add_squares, "fisher-batch": add_gradient, "obd": add_squares}  # scores that need samples
+
+
+@dataclass(frozen=True)
+class Decoupled(FedOBP):
+    """FedOBP with a choice of scores and pools."""
+
+    name: ClassVar[str] = "decoupled"
+    summary: ClassVar[str] = "FedOBP's scheme with other importance scores, and quantiles over all entries or by tensor"
+    paper: ClassVar[str] = "FedOBP's comparison of importance scores, with everything but the score the same"
+
+    score: str = option(
+        "squared",
+        "squared (eq. 19), product, gradient (eq. 5), fisher and fisher-batch (eq. 6), obd (eq. 13), magnitude, random",
+        choices=("squared", "product", "gradient", *STEPS, "magnitude", "random"),
+    )
+    pool: str = option(
+        "global",
+        "one quantile over all entries, which is FedOBP's, or one in each tensor",
+        choices=("global", "tensor"),
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what has no meaning."""
+        if self.score == "gradient" and self.start == "literal":
+            raise FedobpError(
+                "score=gradient does not go with start=literal: a client that has never trained has no change to "
+                "score, so use start=global"
+            )
+
+    @property
+    def at_client(self) -> bool:
+        """Whether a score needs the client's samples."""
+        return self.score in STEPS
+
+    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+        """Whoever scores holds the records: the server as in FedOBP, or the client."""
+        start = super().begin(model, theta, seed)
+        if self.at_client:
+            return Start(start.server, row={}, own=start.row)
+        moved = {"moved": torch.zeros_like(theta)} if self.score == "gradient" else {}
+        return Start(start.server, {**start.row, **moved}, start.own)
+
+    def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
+        """Eq. 7 and 8: send what is shared; everything, if the client is to score."""
+        if self.at_client:
+            return {"theta": to_all(server["theta"], now)}, rows
+        down, rows = super().send(model, now, server, rows)
+        if self.score == "gradient":
+            shared = down["theta"]
+            assert isinstance(shared, Sparse)
+            rows = {**rows, "begun": shared.fill(rows["theta"])}  # until the upload comes
+        return down, rows
+
+    def scores(self, now: Moment, server: Tensors, rows: Tensors) -> Tensor:
+        """Eq. 5, eq. 19, and what to compare them with."""
+        if self.score == "gradient":
+            return rows["moved"]
+        if self.score == "magnitude":
+            return rows["theta"].abs()
+        return draw(now, rows["theta"]) if self.score == "random" else super().scores(now, server, rows)
+
+    def _above(self, score: Tensor, sizes: Sequence[int]) -> Tensor:
+        if self.pool == "global":
+            return super()._above(score, sizes)
+        pieces = self._normalised(score, sizes).split(list(sizes), dim=-1)
+        return torch.cat([above(piece, self.q) for piece in pieces], dim=-1)
+
+    def local(self, model: Model, now: Moment) -> Program:
+        """Eq. 9 and 10: merge, train every entry, upload every entry."""
+        if self.at_client:
+            return [*self.serve(model, now), Train(now.epochs), keep_and_upload]
+        return super().local(model, now)
+
+    def receive(
+        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
+    ) -> tuple[Tensors, Tensors]:
+        """Eq. 11: average; for eq. 5, note how far each entry moved."""
+        if self.at_client:
+            return {"theta": average(dense(up, "theta"), n)}, rows
+        server, rows = super().receive(model, now, server, rows, up, n)
+        if self.score == "gradient":
+            rows["moved"] = (rows.pop("begun") - rows["theta"]).abs()
+        return server, rows
+
+    def serve(self, model: Model, now: Moment) -> Program:
+        """Eq. 9: use the merged model, after scoring one's own last one if that is the client's work."""
+        return [take_own, Sweep(STEPS[self.score]), self._merge] if self.at_client else super().serve(model, now)
+
+    def _merge(self, model: Model, client: Client) -> Client:
+        """Eq. 7 and 9 on the client, whose record is `own`; without samples all scores are 0, and nothing is kept."""
+        own, score = client.own, client.work["score"] / client.data["n"].clamp(min=1)
+        if self.score == "fisher-batch":
+            score = score.square()
+        elif self.score == "obd":
+            score = score * own["theta"].square() / 2
+        has_model = own["seen"] if self.start == "global" else torch.ones_like(own["seen"])
+        if self.ema > 0:
+            score = smooth(score, own["score"], own["scored"], self.ema)
+            client = client.remember(score=score, scored=has_model)
+        mine = self.personal(model, score) & has_model
+        return client.set(theta=torch.where(mine, own["theta"], dense(client.down, "theta")), mine=mine)

@@ -1,0 +1,186 @@
+"""FedALA (Zhang et al., FedALA: Adaptive Local Aggregation for Personalized Federated Learning, AAAI 2023).
+
+FedAvg whose clients do not start from the global model alone: in its top tensors, each entry is
+local + (global - local) W, where local is what the client trained last and W, in [0, 1], is learned before training on
+a share of the client's data: W <- clip(W - eta gradient (global - local), 0, 1). A client's first time goes on until
+the loss has settled, later ones take an epoch. All below the top is the global model. Then everything is trained and
+sent. What is used is the mixed model before training; at use W is learned as before a visit, and not kept.
+
+eta, the two tensors and the 80 per cent of the data are the authors' own, as is when a loss has settled: after more
+than 10 epochs, once the standard deviation of the last 10 is below 0.1, each being the loss of an epoch's last batch.
+They set no bound; here 100 epochs are one. They take a slice of the data, here it is drawn; and they adapt all clients
+in every round, here a client is adapted when it trains or is tested. Only the top of the last model need be kept.
+
+`as-published` is what ran behind the FedOBP paper's table. One worker played all clients, so local is the model that
+the client before has trained, and W is everyone's; the very first client spends the long first time on equal models,
+where W cannot move, and everyone else takes one epoch. This mode is sequential over clients: the leaked state and the
+round's books travel through the server, so its bytes mean nothing, and at test every client starts from what the last
+trained one left.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value
+from torch.nn import functional
+
+from fedobp.algorithms.base import (
+    Batch,
+    Client,
+    Moment,
+    Program,
+    Record,
+    Start,
+    Sweep,
+    Tensors,
+    Train,
+    dense,
+    option,
+    to_all,
+)
+from fedobp.algorithms.fedavg import FedAvg, take_global
+from fedobp.models import Model
+
+_SHARE = 0.8  # of the data, to learn W
+_MOST = 100  # epochs of a client's first time
+_LOOK_BACK = 10  # epochs whose losses must agree
+_SETTLED = 0.1  # the standard deviation at which they do
+
+
+def take_begun(model: Model, client: Client) -> Client:
+    """Start from the global model as it was when the round began, whoever has trained since."""
+    return client.set(theta=dense(client.down, "begun"))
+
+
+def goes_on(model: Model, client: Client) -> Tensor:
+    """Algorithm 1: learn W until the loss has settled the first time, for an epoch later; not on equal models."""
+    work = client.work
+    settled = (work["epochs"] > _LOOK_BACK) & (work["losses"].std(correction=0) < _SETTLED)
+    apart = (work["top"] != work["shared"]).any()
+    return apart & torch.where(work["started"], work["epochs"] < 1, ~settled)
+
+
+@dataclass(frozen=True)
+class FedALA(FedAvg):
+    """FedAvg that mixes the global top with the client's own, entry by entry, before training."""
+
+    name: ClassVar[str] = "fedala"
+    summary: ClassVar[str] = "FedAvg whose clients learn how far to take over each entry of the top tensors"
+    paper: ClassVar[str] = "Zhang et al., FedALA: Adaptive Local Aggregation for Personalized FL, AAAI 2023"
+
+    eta: float = option(1.0, "step size of the mixing weights; 1 is the authors'", low=0)
+    tensors: int = option(2, "p, how many of the last tensors are mixed; 2, the classifier, is the authors'", low=1)
+    mode: str = option(
+        "faithful",
+        "own models and weights, or (as-published) those of the client before",
+        choices=("faithful", "as-published"),
+    )
+
+    @property
+    def together(self) -> bool:
+        """The state that leaks goes from client to client."""
+        return self.mode == "faithful"
+
+    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+        """W starts at 1, which is the global model; the local one at theta^0."""
+        _, top = self._split(model, theta)
+        state = {"top": top, "weight": torch.ones_like(top)}
+        if self.together:
+            return Start({"theta": theta}, {}, {**state, "started": theta.new_zeros((), dtype=torch.bool)})
+        books = {name: theta.new_zeros((), dtype=torch.int64) for name in ("round", "n")}
+        return Start({"theta": theta, "begun": theta, **state, **books}, {}, {})
+
+    def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
+        """Send the global model."""
+        down, rows = super().send(model, now, server, rows)
+        if self.together:
+            return down, rows
+        begun = torch.where(server["round"] == now.round, server["begun"], server["theta"])
+        leaked = {"begun": begun, "top": server["top"], "weight": server["weight"]}
+        return {**down, **{name: to_all(vector, now) for name, vector in leaked.items()}}, rows
+
+    def local(self, model: Model, now: Moment) -> Program:
+        """Mix, learning how, then train everything."""
+        take = take_global if self.together else take_begun
+        return [take, self._mix, self._learning(), Train(now.epochs), self._keep]
+
+    def receive(
+        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
+    ) -> tuple[Tensors, Tensors]:
+        """Average; where clients take turns, the mean grows with each of them."""
+        if self.together:
+            return super().receive(model, now, server, rows, up, n)
+        [theta], [weight] = dense(up, "theta"), dense(up, "weight")
+        same = server["round"] == now.round
+        total = torch.where(same, server["n"], 0) + n.sum()
+        share = n.sum().to(theta.dtype) / total.clamp(min=1)
+        return {
+            "theta": torch.lerp(server["theta"], theta, share),
+            "begun": torch.where(same, server["begun"], server["theta"]),
+            "top": self._split(model, theta)[1],
+            "weight": weight,
+            "round": torch.full_like(server["round"], now.round),
+            "n": total,
+        }, rows
+
+    def serve(self, model: Model, now: Moment) -> Program:
+        """Mix, learning how, and use that."""
+        return [take_global, self._mix, self._learning(), self._mark]
+
+    def _learning(self) -> Sweep:
+        return Sweep(self._learn, _MOST, goes_on, fraction=_SHARE)
+
+    def _split(self, model: Model, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (what lies below, top) of a vector."""
+        below = sum(model.layout.sizes[: -self.tensors])
+        return theta[..., :below], theta[..., below:]
+
+    def _mix(self, model: Model, client: Client) -> Client:
+        """Initialise as the paper does: the global model, and in its top the mixture with the weights so far."""
+        below, shared = self._split(model, client.theta)
+        held: Record = {**client.own} if self.together else client.down
+        top, weight = dense(held, "top"), dense(held, "weight")
+        return client.set(
+            theta=torch.cat([below, torch.lerp(top, shared, weight)]),
+            shared=shared,
+            top=top,
+            weight=weight,
+            started=client.own.get("started", torch.ones_like(shared[0], dtype=torch.bool)),
+            losses=shared.new_zeros(_LOOK_BACK),
+            epochs=torch.zeros_like(client.data["n"]),
+        )
+
+    def _learn(self, model: Model, client: Client, batch: Batch) -> Client:
+        """Step W along the gradient of the mixed top, clip it, mix anew (the paper's update of W); note the loss."""
+        work, (below, mixed) = client.work, self._split(model, client.theta)
+
+        def loss_of(top: Tensor) -> Tensor:
+            logits = model.logits(torch.cat([below, top]), batch.x)
+            return batch.mean(functional.cross_entropy(logits, batch.y, reduction="none"))
+
+        gradient, loss = grad_and_value(loss_of)(mixed)
+        weight = (work["weight"] - client.hp["eta"] * gradient * (work["shared"] - work["top"])).clamp(0, 1)
+        # An epoch's later batches write over its earlier ones, and an eleventh epoch over the first.
+        here = torch.arange(_LOOK_BACK, device=loss.device) == batch.epoch % _LOOK_BACK
+        return client.set(
+            theta=torch.cat([below, torch.lerp(work["top"], work["shared"], weight)]),
+            weight=weight,
+            losses=torch.where(here, loss.to(weight.dtype), work["losses"]),
+            epochs=batch.epoch + 1,
+        )
+
+    def _keep(self, model: Model, client: Client) -> Client:
+        """Keep the trained top and W, send the trained model."""
+        weight = client.work["weight"]
+        if not self.together:
+            return client.upload(theta=client.theta, weight=weight)
+        started = client.own["started"] | (client.work["epochs"] > 0)
+        _, top = self._split(model, client.theta)
+        return client.remember(top=top, weight=weight, started=started).upload(theta=client.theta)
+
+    def _mark(self, model: Model, client: Client) -> Client:
+        """Mark the top as the client's own."""
+        below, top = self._split(model, client.theta)
+        return client.set(mine=torch.cat([torch.zeros_like(below), torch.ones_like(top)]).bool())

@@ -1,0 +1,191 @@
+"""FedPAC (Xu et al., Personalized Federated Learning with Feature Alignment and Classifier Collaboration, ICLR 2023).
+
+A shared base, and for each client a head that the server combines from the heads of the cohort. A client measures the
+features of the received base, trains its head, then its base with a term that pulls the features of a class to that
+class's global prototype. The server averages bases and prototypes, and gives each client the convex combination of
+heads that minimises an estimate of its loss: variance of the estimates plus distance between feature distributions.
+
+Defaults are the authors': one head epoch at rate 0.1, lam 1, weights below 1e-3 dropped; their 5 base epochs, momentum
+0.5 and weight decay 5e-4 are replaced by the common budget, 1 and 4 of 5 epochs. Their quadratic programmes are solved
+by cvxpy with negative eigenvalues cut off; here the matrix cannot have any, and an active-set method solves all at
+once. A client without samples takes part in nobody's combination and keeps its head.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, one_hot
+
+from fedobp.algorithms.base import (
+    Batch,
+    Client,
+    Method,
+    Moment,
+    Program,
+    Record,
+    Start,
+    Sweep,
+    Tensors,
+    Train,
+    average,
+    dense,
+    option,
+    to_all,
+)
+from fedobp.models import Model
+
+_SMALLEST = 1e-3  # weights below are dropped, as the authors do
+_FLAT = 1e-9  # a slope, of 1, that counts as 0
+_RIDGE = 1e-9  # of the mean diagonal: a client with one sample has no variance at all
+
+
+def take(model: Model, client: Client) -> Client:
+    """Put the shared base and the combined head together."""
+    theta = model.layout.join(dense(client.down, "base"), dense(client.down, "head"))
+    return empty(model, client.set(theta=theta, mine=model.layout.is_head(theta.device)))
+
+
+def empty(model: Model, client: Client) -> Client:
+    """Begin to count features."""
+    weight, _ = model.head(client.theta)
+    return client.set(sums=torch.zeros_like(weight), squares=client.theta.new_zeros(()))
+
+
+def tally(model: Model, client: Client, batch: Batch) -> Client:
+    """Add a batch's features to the sums of their classes, and their squares."""
+    features = model.features(client.theta, batch.x).to(client.theta.dtype)
+    with torch.autocast(features.device.type, enabled=False):
+        labels = one_hot(batch.y, model.classes).to(features.dtype) * batch.weight[:, None]
+        squares = (features.square().sum(dim=1) * batch.weight).sum()
+        return client.set(sums=client.work["sums"] + labels.T @ features, squares=client.work["squares"] + squares)
+
+
+def class_means(client: Client) -> Tensor:
+    """Return the mean features of each class: its prototype, and 0 for a class that the client does not have."""
+    return client.work["sums"] / client.data["counts"].clamp(min=1)[:, None]
+
+
+def measure(model: Model, client: Client) -> Client:
+    """Return what the combination of heads needs, from the received base.
+
+    h_c = p_c mu_c, and v = (E|z|^2 - sum_c |h_c|^2) / n. Targets are the global prototypes, and the client's own
+    where nobody gave one.
+    """
+    n, own = client.data["n"].clamp(min=1), class_means(client)
+    h = own * (client.data["counts"] / n)[:, None]
+    variance = (client.work["squares"] / n - h.square().sum()) / n
+    known, shared = dense(client.down, "known"), dense(client.down, "prototypes").view_as(own)
+    client = client.set(target=torch.where(known[:, None], shared, own))
+    return client.upload(h=h.flatten(), variance=variance)
+
+
+def aligned(model: Model, client: Client, batch: Batch) -> Tensor:
+    """Cross-entropy plus lam times the mean squared distance of features to their class's target."""
+    weight, bias = model.head(client.theta)
+    features = model.features(client.theta, batch.x)
+    away = (features - client.work["target"][batch.y]).square().mean(dim=1)
+    losses = cross_entropy(features @ weight.T + bias, batch.y, reduction="none")
+    return batch.mean(losses + client.hp["lam"] * away)
+
+
+def send_back(model: Model, client: Client) -> Client:
+    """Send the model, and the prototypes of the trained base with the number of samples behind each."""
+    counts = client.data["counts"].to(client.theta.dtype)
+    return client.upload(theta=client.theta, prototypes=class_means(client).flatten(), counts=counts)
+
+
+def combination(h: Tensor, variance: Tensor, n: Tensor) -> Tensor:
+    """Return each client's weights of the cohort's heads [clients, clients].
+
+    Client i's minimise a'(diag(v) + D_i)a on the simplex, D_i[j, k] = (h_i - h_j).(h_i - h_k).
+    """
+    h, has = h.double(), n > 0
+    h = h - h.mean(dim=0)  # differences stay, cancellation is less
+    dot = h @ h.T
+    distance = dot.diag()[:, None, None] - dot[:, :, None] - dot[:, None, :] + dot
+    alone = torch.eye(len(n), dtype=torch.bool, device=n.device)
+    weights = on_simplex(distance + variance.double().clamp(min=0).diag(), alone | (has & has[:, None]))
+    weights = torch.where(weights < _SMALLEST, 0, weights)
+    return weights / weights.sum(dim=1, keepdim=True)
+
+
+def on_simplex(matrix: Tensor, allowed: Tensor) -> Tensor:
+    """Minimise a'Qa for many Q [problems, m, m] at once: a >= 0, sum a = 1, a = 0 where it is not `allowed`.
+
+    a is x / sum x, where x >= 0 minimises x'Qx / 2 - sum x. An active-set method (as Lawson and Hanson's): solve for
+    the entries thought to be positive and go there, or as far as all stay positive, which takes the first that would
+    not be out of the set; once there, take in the entry of the steepest descent. Each problem takes its own way.
+    """
+    m = matrix.shape[-1]
+    eye = torch.eye(m, dtype=matrix.dtype, device=matrix.device)
+    scale = matrix.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=torch.finfo(matrix.dtype).tiny)
+    matrix = matrix / scale[:, None, None] + _RIDGE * eye
+    positive, x = allowed, allowed.to(matrix.dtype)
+    for _ in range(10 * m):
+        both = positive[:, :, None] & positive[:, None, :]
+        factor = torch.linalg.cholesky_ex(torch.where(both, matrix, eye))[0]
+        goal = torch.cholesky_solve(positive.to(matrix.dtype)[..., None], factor)[..., 0]
+        blocks = positive & (goal <= 0)
+        way = torch.where(blocks, x / (x - goal), 1)
+        far = way.amin(dim=1, keepdim=True)
+        positive = positive & ~(blocks & (way <= far))
+        x = torch.where(positive, x + far * (goal - x), 0)
+        descent = torch.where(allowed & ~positive, 1 - (matrix @ x[..., None])[..., 0], 0)
+        steepest = descent == descent.amax(dim=1, keepdim=True)
+        enters = steepest & (descent > _FLAT) & ~blocks.any(dim=1, keepdim=True)
+        if not (blocks | enters).any():
+            break
+        positive = positive | enters
+    return x / x.sum(dim=1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class FedPAC(Method):
+    """A shared base with aligned features, and heads combined by the server."""
+
+    name: ClassVar[str] = "fedpac"
+    summary: ClassVar[str] = "shared base whose features are aligned by class; each head is combined from the cohort's"
+    paper: ClassVar[str] = "Xu et al., Personalized FL with Feature Alignment and Classifier Collaboration, ICLR 2023"
+
+    lam: float = option(1.0, "strength of the pull to the prototypes; the authors' 1", low=0)
+    head_epochs: int = option(1, "local epochs for the head, before the base's; the authors' 1", low=0)
+    head_lr: float = option(0.1, "learning rate of the head's epochs, without a schedule; the authors' 0.1", low=0)
+
+    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+        """Each client's head starts at theta^0's, which the server's model keeps; there are no prototypes yet."""
+        prototypes = torch.zeros_like(model.head(theta)[0]).flatten()
+        known = theta.new_zeros(model.classes, dtype=torch.bool)
+        server = {"theta": theta, "prototypes": prototypes, "known": known}
+        return Start(server=server, row={"head": model.layout.split(theta)[1]}, own={})
+
+    def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
+        """Send the base, the prototypes, and to each its head."""
+        shared = {"base": model.layout.split(server["theta"])[0], **{k: server[k] for k in ("prototypes", "known")}}
+        return {**{name: to_all(value, now) for name, value in shared.items()}, "head": rows["head"]}, rows
+
+    def local(self, model: Model, now: Moment) -> Program:
+        """Measure, train the head, then the base; from round 2 on, when there are prototypes, towards them."""
+        head = min(self.head_epochs, now.epochs)
+        base = Train(now.epochs - head, part="base", loss=aligned if now.round > 1 else None)
+        first = Train(head, part="head", lr="head_lr")
+        return [take, Sweep(tally), measure, first, base, empty, Sweep(tally), send_back]
+
+    def receive(
+        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
+    ) -> tuple[Tensors, Tensors]:
+        """Average bases by samples and prototypes by samples of their class; combine heads for each client."""
+        (bases, heads), counts = model.layout.split(dense(up, "theta")), dense(up, "counts")
+        _, start = model.layout.split(server["theta"])
+        each = dense(up, "prototypes").unflatten(1, (model.classes, -1))
+        known = counts.sum(dim=0) > 0
+        prototypes = (each * counts[..., None]).sum(dim=0) / counts.sum(dim=0).clamp(min=1)[:, None]
+        weights = combination(dense(up, "h"), dense(up, "variance"), n).to(heads.dtype)
+        server = {"theta": model.layout.join(average(bases, n), start), "prototypes": prototypes.flatten()}
+        # As differences: equal heads combine to that head, bit for bit.
+        return {**server, "known": known}, {"head": heads[0] + weights @ (heads - heads[0])}
+
+    def serve(self, model: Model, now: Moment) -> Program:
+        """Use the current base with one's combined head."""
+        return [take]

@@ -1,0 +1,199 @@
+"""FLOCO (Grinwald et al., Federated Learning over Connected Modes, NeurIPS 2024).
+
+The classifier's weight is a simplex: M endpoints, each a whole weight matrix, of which every mixture is a classifier;
+the bias is shared. Clients train at random points of it, one a batch, and are served its middle. In round tau all
+clients train, and their endpoints are projected to points of the simplex: similar clients come to lie side by side.
+From then on client i trains around its point p_i and is served the model there.
+
+`faithful` has its authors' M = 20, tau = half of the rounds and rho = 0.01 (CIFAR-10, Dirichlet); `as-published` what
+ran behind the FedOBP paper's table, their code's defaults M = 10, tau = 10, rho = 0.1. Training follows the common
+budget; FLOCO+, with a Ditto-like model beside, is left out. Here round tau is the projection and nothing else (the
+authors' sampled clients train in it as well). PCA finds no more components than there are clients: with fewer than M of
+them the other coordinates are 0, and in each p_i the endpoints that these stand for have one common weight.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fedobp.algorithms.base import (
+    Batch,
+    Client,
+    Method,
+    Moment,
+    Program,
+    Record,
+    Start,
+    Tensors,
+    Train,
+    average,
+    dense,
+    option,
+    to_all,
+)
+from fedobp.keys import NOBODY, Purpose, fold, normal, uniform
+from fedobp.models import Model
+
+# What rounding may not decide. Two clients at one point have an energy of 1e8: others still have to count beside it.
+_TIE = 1e-12
+
+
+def is_weight(name: str) -> bool:
+    """Say whether a tensor is the one that the endpoints replace."""
+    return name == "classifier.weight"
+
+
+def weight_at(point: Tensor, ends: Tensor) -> Tensor:
+    """Return the mixture of endpoints [M * entries] at a point [M]."""
+    return point @ ends.reshape(len(point), -1)
+
+
+def model_at(model: Model, point: Tensor, rest: Tensor, ends: Tensor) -> Tensor:
+    """Return the whole model at a point; `rest` is all but the classifier's weight."""
+    return model.layout.join(rest, weight_at(point, ends), is_weight)
+
+
+def take_centre(model: Model, client: Client) -> Client:
+    """Start at the client's centre: the simplex's middle, or p_i."""
+    rest, ends, centre = (dense(client.down, name) for name in ("rest", "ends", "centre"))
+    return client.set(theta=model_at(model, centre, rest, ends), ends=ends, centre=centre)
+
+
+def upload_simplex(model: Model, client: Client) -> Client:
+    """Send the endpoints and all else; the client's last local model is the one at its centre."""
+    rest, ends = model.layout.split(client.theta, is_weight)[0], client.work["ends"]
+    return client.upload(rest=rest, ends=ends).set(theta=model_at(model, client.work["centre"], rest, ends))
+
+
+def mark_weight(model: Model, client: Client) -> Client:
+    """Mark the classifier's weight as the client's own: it is where its p_i says."""
+    return client.set(mine=model.layout.mask(is_weight, client.theta.device))
+
+
+def loss_at(model: Model, client: Client, batch: Batch, point: Tensor) -> Tensor:
+    """Return the cross-entropy of the model at a point, the same for the whole batch."""
+    tensors = model.layout.views(client.theta)
+    weight = weight_at(point.to(client.theta.dtype), client.work["ends"]).view_as(tensors["classifier.weight"])
+    logits = model.apply({**tensors, "classifier.weight": weight}, batch.x)
+    return batch.mean(functional.cross_entropy(logits, batch.y, reduction="none"))
+
+
+def simplex_loss(model: Model, client: Client, batch: Batch) -> Tensor:
+    """Up to tau: a point that is uniform on the simplex, by normalised exponentials."""
+    shares = -uniform(batch.key, len(client.work["centre"])).log()
+    return loss_at(model, client, batch, shares / shares.sum())
+
+
+def region_loss(model: Model, client: Client, batch: Batch) -> Tensor:
+    """After tau: p_i + r u, r uniform up to rho, u of random signs and L1 norm 1. It may leave the simplex."""
+    centre = client.work["centre"]
+    draws = uniform(batch.key, len(centre) + 1)
+    direction = 2 * draws[1:] - 1
+    return loss_at(model, client, batch, centre + client.hp["rho"] * draws[0] * direction / direction.abs().sum())
+
+
+def principal(rows: Tensor, count: int) -> Tensor:
+    """Return rows' first principal components [rows, count], in float64, 0 where rows do not span so many.
+
+    A component's sign is free: that of its largest value, the first of equals, is made positive.
+    """
+    centred = rows.double() - rows.double().mean(dim=0)
+    triangle = torch.linalg.qr(centred.t(), mode="r").R  # as many columns as rows, and the same components
+    left, values, _ = torch.linalg.svd(triangle.t(), full_matrices=False)
+    found = (left * values)[:, :count]
+    size = found.abs()
+    largest = (size >= (1 - _TIE) * size.max(dim=0).values).int().argmax(dim=0)  # the first of them
+    found = found * found.gather(0, largest[None]).sign()
+    return functional.pad(found, (0, count - found.shape[1]))
+
+
+def to_simplex(rows: Tensor, z: Tensor) -> Tensor:
+    """Return the points nearest to rows among those without negative entries and with the sum z."""
+    falling = rows.sort(dim=1, descending=True).values
+    excess = falling.cumsum(dim=1) - z
+    kept = (falling * torch.arange(1, rows.shape[1] + 1, device=rows.device) > excess).sum(dim=1, keepdim=True)
+    return (rows - excess.gather(1, kept - 1) / kept).clamp(min=0)
+
+
+def spread(rows: Tensor) -> Tensor:
+    """Place rows on the simplex: by the z of 1000 whose points, scaled to sum 1, have the least Riesz energy (s = 2).
+
+    Many z give the same points: the first of those within rounding is taken.
+    """
+
+    def placed(z: Tensor) -> Tensor:
+        points = to_simplex(rows, z)
+        return points / points.sum(dim=1, keepdim=True)
+
+    sizes = torch.linspace(1e-4, 1, 1000, dtype=rows.dtype, device=rows.device)
+    energy = torch.stack([torch.pdist(placed(z)).clamp(min=1e-4).pow(-2).sum().log() for z in sizes])
+    return placed(sizes[(energy <= energy.min() + _TIE).int().argmax()])
+
+
+@dataclass(frozen=True)
+class Floco(Method):
+    """A simplex of classifiers, in which each client finds its place."""
+
+    name: ClassVar[str] = "floco"
+    summary: ClassVar[str] = "a simplex of classifiers on a shared base; similar clients train neighbouring regions"
+    paper: ClassVar[str] = "Grinwald et al., Federated Learning over Connected Modes, NeurIPS 2024"
+
+    mode: str = option(
+        "faithful",
+        "where the other options are 0: the authors' endpoints 20, tau half of the rounds, rho 0.01, or those of the "
+        "FedOBP paper's table (as-published): 10, 10, 0.1",
+        choices=("faithful", "as-published"),
+    )
+    endpoints: int = option(0, "number M of endpoints; 0: the mode's", low=0)
+    tau: int = option(0, "round in which clients are projected, none if it never comes; 0: the mode's", low=0)
+    rho: float = option(0.0, "radius within which clients train after tau; 0: the mode's", low=0)
+
+    def floats(self) -> dict[str, float]:
+        """Return the radius."""
+        return {"rho": self.rho or self._of_mode(0.01, 0.1)}
+
+    def everyone(self, round: int, rounds: int) -> bool:
+        """All clients take part in the projection."""
+        return round == self._tau(rounds)
+
+    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+        """Draw the endpoints (Xavier, normal); the global model is theta^0 until their middle has been trained."""
+        weight, _ = model.head(theta)
+        count = self.endpoints or int(self._of_mode(20, 10))
+        draws = normal(fold(seed, 0, NOBODY, Purpose.BEGIN), count * weight.numel())
+        ends = (draws * math.sqrt(2 / sum(weight.shape))).to(theta)
+        return Start({"theta": theta, "ends": ends}, row={"centre": theta.new_full((count,), 1 / count)}, own={})
+
+    def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
+        """Send the endpoints, all else, and each client's centre."""
+        rest, _ = model.layout.split(server["theta"], is_weight)
+        return {"rest": to_all(rest, now), "ends": to_all(server["ends"], now), "centre": rows["centre"]}, rows
+
+    def local(self, model: Model, now: Moment) -> Program:
+        """Train endpoints and all else at random points."""
+        loss = region_loss if 0 < self._tau(now.rounds) < now.round else simplex_loss
+        return [take_centre, Train(now.epochs, learn=("theta", "ends"), loss=loss), upload_simplex]
+
+    def receive(
+        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
+    ) -> tuple[Tensors, Tensors]:
+        """Average everything; at tau keep the model, and give every client its place instead."""
+        uploads, centre = dense(up, "ends"), rows["centre"]
+        if self.everyone(now.round, now.rounds):
+            return server, {"centre": spread(principal(uploads, centre.shape[1])).to(centre)}
+        ends, middle = average(uploads, n), torch.full_like(centre[0], 1 / centre.shape[1])
+        return {"theta": model_at(model, middle, average(dense(up, "rest"), n), ends), "ends": ends}, rows
+
+    def serve(self, model: Model, now: Moment) -> Program:
+        """Use the model at one's centre."""
+        return [take_centre, mark_weight] if 0 < self._tau(now.rounds) <= now.round else [take_centre]
+
+    def _tau(self, rounds: int) -> int:
+        return self.tau or int(self._of_mode(rounds // 2, 10))
+
+    def _of_mode(self, faithful: float, published: float) -> float:
+        return faithful if self.mode == "faithful" else published

@@ -1,0 +1,151 @@
+"""FLUTE (Liu, Shen and Yang, Federated Representation Learning in the Under-Parameterized Regime, ICML 2024).
+
+A shared base under a head of each client's own, as in FedRep, with terms that push heads towards neural collapse: rows
+of a head's weight W that belong to the client's K labels should form a simplex equiangular tight frame. A client trains
+its head, then everything for one epoch; the server averages the bases and moves the sampled heads one step itself. So
+heads live on the server, each in its client's record.
+
+All numbers are the authors' own (10 local epochs, batches of 10 and momentum 0.5 aside: here the common budget is 4
+head epochs and 1 of all). Their last round, in which everybody trains a head, is an option, and takes the place of the
+last round instead of following it; their server's step is behind a flag, which their instructions set.
+
+`as-published` is what ran behind the FedOBP paper's table: there the features were cut off from their gradient, so the
+base never moved, and all epochs train a linear head on the features of theta^0.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.func import grad
+from torch.nn import functional
+
+from fedobp.algorithms.base import (
+    Batch,
+    Client,
+    Method,
+    Moment,
+    Program,
+    Record,
+    Start,
+    Tensors,
+    Train,
+    average,
+    dense,
+    option,
+    to_all,
+)
+from fedobp.models import Model
+
+
+def collapse(weight: Tensor, present: Tensor) -> Tensor:
+    """R(W) = | WW'/|WW'| - (K-1)^(-1/2) (I - 11'/K) o uu' |, in Frobenius norms, u being 1 at the client's labels.
+
+    Takes any leading axes: weight is [..., K, features], present [..., K].
+    """
+    classes, u = weight.shape[-2], present.to(weight.dtype)
+    gram = weight @ weight.mT
+    identity = torch.eye(classes, dtype=weight.dtype, device=weight.device)
+    frame = (identity - 1 / classes) / math.sqrt(classes - 1)
+    gap = gram / torch.linalg.matrix_norm(gram, keepdim=True) - frame * u[..., :, None] * u[..., None, :]
+    distance: Tensor = torch.linalg.matrix_norm(gap)
+    return distance
+
+
+def _loss(model: Model, client: Client, batch: Batch, features: Tensor) -> Tensor:
+    """Return the cross-entropy, l1 R(W) and l2 |W|^2."""
+    weight, bias = model.head(client.theta)
+    fit = batch.mean(functional.cross_entropy(functional.linear(features, weight, bias), batch.y, reduction="none"))
+    shape = collapse(weight, client.data["counts"] > 0)
+    return fit + client.hp["simplex"] * shape + client.hp["weights"] * weight.square().sum()
+
+
+def head_loss(model: Model, client: Client, batch: Batch) -> Tensor:
+    """Return the head's loss; features are constants to it."""
+    return _loss(model, client, batch, model.features(client.theta, batch.x).detach())
+
+
+def joint_loss(model: Model, client: Client, batch: Batch) -> Tensor:
+    """Return everything's loss: the head's, and l3 |F|^2 of the batch's features (a sum, as in the authors' code)."""
+    features = model.features(client.theta, batch.x)
+    spread = (features.square().sum(dim=-1) * batch.weight).sum()
+    return _loss(model, client, batch, features) + client.hp["features"] * spread
+
+
+def join_parts(model: Model, client: Client) -> Client:
+    """Put the downloaded base and head together."""
+    theta = model.layout.join(dense(client.down, "base"), dense(client.down, "head"))
+    return client.set(theta=theta, mine=model.layout.is_head(theta.device))
+
+
+def upload_head(model: Model, client: Client) -> Client:
+    """Send the trained head, and which labels the client has."""
+    return client.upload(head=model.layout.split(client.theta)[1], present=client.data["counts"] > 0)
+
+
+def upload_base(model: Model, client: Client) -> Client:
+    """Send the trained base."""
+    return client.upload(base=model.layout.split(client.theta)[0])
+
+
+@dataclass(frozen=True)
+class Flute(Method):
+    """A shared base, a head for each client on the server, and neural collapse as the aim."""
+
+    name: ClassVar[str] = "flute"
+    summary: ClassVar[str] = "shared base, a head for each client that client and server push to neural collapse"
+    paper: ClassVar[str] = "Liu et al., Federated Representation Learning in the Under-Parameterized Regime, ICML 2024"
+
+    simplex: float = option(0.25, "weight of R(W), the head's distance from a simplex frame; the authors' own", low=0)
+    weights: float = option(0.0025, "weight of the head's squared weights; the authors' own", low=0)
+    features: float = option(0.0005, "weight of a batch's squared features; the authors' own", low=0)
+    joint_epochs: int = option(1, "local epochs for everything, after the head's; 1 is the authors' own", low=0)
+    server_lr: float = option(0.5, "the server's step on the sampled heads; the authors' own, 0: none", low=0)
+    final_epochs: int = option(0, "head epochs in a last round over all clients; the authors take 10", low=0)
+    mode: str = option(
+        "faithful", "whether the base learns, or (as-published) never does", choices=("faithful", "as-published")
+    )
+
+    def everyone(self, round: int, rounds: int) -> bool:
+        """Call everyone for the last round, if there is something to do in it."""
+        return self.final_epochs > 0 and round == rounds
+
+    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+        """Hold each client's head on the server; its own model keeps theta^0's."""
+        return Start(server={"theta": theta}, row={"head": model.layout.split(theta)[1]}, own={})
+
+    def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
+        """Send the base, and each client its head."""
+        return {"base": to_all(model.layout.split(server["theta"])[0], now), "head": rows["head"]}, rows
+
+    def local(self, model: Model, now: Moment) -> Program:
+        """Train the head, then everything."""
+        if self.everyone(now.round, now.rounds):
+            return [join_parts, Train(self.final_epochs, part="head", loss=head_loss), upload_head]
+        joint = min(self.joint_epochs, now.epochs) if self.mode == "faithful" else 0
+        head = Train(now.epochs - joint, part="head", loss=head_loss)
+        return [join_parts, head, Train(joint, loss=joint_loss), upload_head, upload_base]
+
+    def receive(
+        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
+    ) -> tuple[Tensors, Tensors]:
+        """Average the bases; take one step down the mean of R over the sampled heads (their weights alone)."""
+        layout, heads = model.layout, dense(up, "head")
+        if "base" not in up:  # the last round is for heads: what was trained is what is used
+            return server, {"head": heads}
+        base, head = layout.split(server["theta"])
+
+        def mean_collapse(heads: Tensor) -> Tensor:
+            weight, _ = model.head(layout.join(base.expand(len(heads), -1), heads))
+            return collapse(weight, dense(up, "present")).mean()
+
+        return (
+            {"theta": layout.join(average(dense(up, "base"), n), head)},
+            {"head": heads - self.server_lr * grad(mean_collapse)(heads)},
+        )
+
+    def serve(self, model: Model, now: Moment) -> Program:
+        """Use the current base with one's own head."""
+        return [join_parts]

@@ -1,0 +1,95 @@
+"""Class Gaussians with one covariance: estimates, the linear head that follows, and how far to trust them (pFedFDA)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+EPS = 1e-4  # the authors', at all three places
+_DAMPING = 1e-3  # the least: a slope below the authors' tolerance of 1e-3 moves beta little
+_MARGIN = 1e-6
+
+
+def _eye(like: Tensor) -> Tensor:
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+
+
+def estimate(features: Tensor, labels: Tensor, otherwise: Tensor) -> tuple[Tensor, Tensor]:
+    """Estimate class means and the common covariance, to which the authors add I, and EPS in every entry.
+
+    `labels` [..., samples, classes] are one-hot, and 0 for samples that do not count; leading axes are several
+    estimates. A class without a sample has the mean of `otherwise`.
+    """
+    counts = labels.sum(dim=-2)
+    mean = torch.where(counts[..., None] > 0, labels.mT @ features / counts.clamp(min=1)[..., None], otherwise)
+    centred = (features - labels @ mean) * labels.sum(dim=-1, keepdim=True)
+    covariance = centred.mT @ centred / (counts.sum(dim=-1) - 1).clamp(min=1)[..., None, None]
+    return mean, covariance + _eye(covariance) + EPS
+
+
+def shrunk(covariance: Tensor) -> Tensor:
+    """Move a covariance towards a multiple of the identity; this is linear, so it may be done before mixing."""
+    level = covariance.diagonal(dim1=-2, dim2=-1).mean(dim=-1)[..., None, None]
+    return (1 - EPS) * covariance + EPS * level * _eye(covariance)
+
+
+def discriminant(mean: Tensor, covariance: Tensor, log_prior: Tensor) -> tuple[Tensor, Tensor]:
+    """Linear discriminant analysis: W = mu S^-1, b = log pi - mu.W / 2."""
+    factor = torch.linalg.cholesky_ex(shrunk(covariance))[0]
+    weight = torch.cholesky_solve(mean.mT, factor).mT
+    return weight, log_prior - (mean * weight).sum(dim=-1) / 2
+
+
+class Held(NamedTuple):
+    """Cross-validation: what each fold holds out, and the Gaussians at beta 0 and how they change up to beta 1."""
+
+    features: Tensor  # [samples, features]
+    labels: Tensor  # [folds, samples, classes]: one-hot, 0 where a sample is not held out
+    log_prior: Tensor
+    mean: Tensor
+    covariance: Tensor  # shrunk
+    mean_change: Tensor  # [folds, classes, features]
+    covariance_change: Tensor  # [folds, features, features]
+
+    def curve(self, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sum of the folds' mean cross-entropies, its slope in both betas, and Gauss-Newton's curvature."""
+        mean = self.mean + beta[0] * self.mean_change
+        factor = torch.linalg.cholesky_ex(self.covariance + beta[1] * self.covariance_change)[0]
+        weight = torch.cholesky_solve(mean.mT, factor).mT
+        by_mean = torch.cholesky_solve(self.mean_change.mT, factor).mT
+        by_covariance = -torch.cholesky_solve((weight @ self.covariance_change).mT, factor).mT
+        logits = self.features @ weight.mT + (self.log_prior - (mean * weight).sum(dim=-1) / 2)[:, None]
+        of_mean = self.features @ by_mean.mT - (mean * by_mean).sum(dim=-1)[:, None]
+        of_covariance = self.features @ by_covariance.mT - (mean * by_covariance).sum(dim=-1)[:, None] / 2
+        change, logs = torch.stack([of_mean, of_covariance]), logits.log_softmax(dim=-1)
+        held = self.labels.sum(dim=-1, keepdim=True)
+        share = held / held.sum(dim=-2, keepdim=True).clamp(min=1)  # of a fold's mean
+        labels, chance = self.labels * share, logs.exp() * share
+        slope = (change * (chance - labels)).flatten(1).sum(dim=1)
+        apart = change - (change * logs.exp()).sum(dim=-1, keepdim=True)
+        return -(labels * logs).sum(), slope, (apart * chance).flatten(1) @ apart.flatten(1).T
+
+
+def best_beta(held: Held, steps: int, tied: bool) -> Tensor:
+    """Minimise the held-out cross-entropy over both betas in [0, 1] (`tied`: as one number), from 0.5.
+
+    Gauss-Newton steps, damped more until they help, and cut to the square; a number that presses against its end
+    is left out. Every step is taken by every client, so that clients go side by side.
+    """
+    spread = held.mean.new_ones(2, 1) if tied else _eye(held.mean.new_zeros(2, 2))
+    beta, damping = spread.new_full((spread.shape[1],), 0.5), spread.new_full((), 10 * _DAMPING)
+    now = held.curve(spread @ beta)
+    for _ in range(steps):
+        slope, bend = now[1] @ spread, spread.T @ now[2] @ spread
+        free = ~(((beta <= 0) & (slope > 0)) | ((beta >= 1) & (slope < 0)))
+        bend = torch.where(free[:, None] & free, bend + damping * _eye(bend), _eye(bend))
+        move = torch.cholesky_solve((slope * free)[:, None], torch.linalg.cholesky_ex(bend)[0])[:, 0]
+        there = (beta - move).clamp(0, 1)
+        then = held.curve(spread @ there)
+        # A quarter of what the slope promises (Armijo's rule); with a margin, so that rounding decides nothing.
+        helps = now[0] - then[0] >= slope @ (beta - there) / 4 - _MARGIN
+        beta = torch.where(helps, there, beta)
+        loss, slope, bend = (torch.where(helps, new, old) for new, old in zip(then, now, strict=True))
+        now = loss, slope, bend
+        damping = torch.where(helps, (damping / 2).clamp(min=_DAMPING), damping * 8)
+    return spread @ beta

@@ -1,0 +1,89 @@
+"""pFedSim (Tan et al., Similarity-Aware Model Aggregation Towards Personalized Federated Learning, 2023).
+
+First FedAvg for a share `rho` of the rounds. Its model is then everyone's own, and from there on nobody averages for
+all: a client of the cohort gets the mean of all clients' bases, each weighted by -log(1 - s_ij), where s_ij is how much
+the two heads are alike, and its own head. It trains both, and keeps and uploads the result, which is the model it uses.
+
+The server holds every client's model and all similarities. It can only compare those who are there, so it refreshes
+s_ij when i and j are in one cohort; it is 0, and j has no say, until then.
+
+Its own repository could not be obtained; the rest is what the framework by its authors does, with one guard: two equal
+heads are not infinitely alike but as much as a client is to itself, s_ii = 0.9999.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fedobp.algorithms.base import Moment, Program, Record, Start, Tensors, Train, dense, option, to_all
+from fedobp.algorithms.fedavg import FedAvg, keep_and_upload, take_global, take_last
+from fedobp.models import Model
+
+_SELF = 0.9999  # how much a client is like itself; 1 would be infinitely much
+
+
+def alikeness(heads: Tensor) -> Tensor:
+    """Return s_ij of heads [clients, classes, features]: the mean cosine of their rows, between 0 and s_ii."""
+    rows = functional.normalize(heads, dim=-1)
+    return torch.einsum("icf,jcf->ij", rows, rows).div(heads.shape[1]).clamp(0, _SELF)
+
+
+def shares(alike: Tensor) -> Tensor:
+    """Return each client's weights of all others, -log(1 - s_ij), which add up to 1 in a row."""
+    weights = -torch.log1p(-alike)
+    return weights / weights.sum(dim=-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class PFedSim(FedAvg):
+    """FedAvg, and then for each client a mean of its own over those whose heads are like its own."""
+
+    name: ClassVar[str] = "pfedsim"
+    summary: ClassVar[str] = "FedAvg first; then each client gets a mean of bases weighted by how alike the heads are"
+    paper: ClassVar[str] = "Tan et al., pFedSim: Similarity-Aware Model Aggregation Towards Personalized FL, 2023"
+
+    rho: float = option(0.5, "share of the rounds that are FedAvg's; 0.5 is the paper's", low=0.0, high=1.0)
+
+    def personal(self, now: Moment) -> bool:
+        """Say whether the warm-up is over."""
+        return now.round > self.rho * now.rounds
+
+    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+        """Each client will keep its model; the server makes room for all of them when the warm-up is over."""
+        never = theta.new_zeros((), dtype=torch.bool)
+        return Start(server={"theta": theta}, row={}, own={"theta": theta, "seen": never})
+
+    def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
+        """Send each client the mean base over those like it, with its own head; at first all have the same model."""
+        if "models" not in server:
+            return {"theta": to_all(server["theta"], now)}, rows
+        cohort, start = now.cohort.to(server["theta"].device), server["theta"]
+        (base, _), (bases, heads) = (model.layout.split(vector) for vector in (start, server["models"]))
+        # As differences from the warm-up's model: the plain mean of equal values is not that value.
+        mixed = base + shares(server["alike"][cohort]) @ (bases - base)
+        return {"theta": model.layout.join(mixed, heads[cohort])}, rows
+
+    def local(self, model: Model, now: Moment) -> Program:
+        """Train what was sent, and after the warm-up keep it."""
+        return [take_global, Train(now.epochs), keep_and_upload] if self.personal(now) else super().local(model, now)
+
+    def receive(
+        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
+    ) -> tuple[Tensors, Tensors]:
+        """In the warm-up, average (eq. 2); then store the models, and see how alike the cohort's heads are."""
+        if not self.personal(now):
+            return super().receive(model, now, server, rows, up, n)
+        theta, uploads = server["theta"], dense(up, "theta")
+        cohort = now.cohort.to(theta.device)
+        models = server.get("models", theta.expand(now.clients, -1))
+        alike = server.get("alike", _SELF * torch.eye(now.clients, dtype=theta.dtype, device=theta.device))
+        found = alikeness(model.head(uploads)[0]).fill_diagonal_(_SELF)
+        alike = alike.index_put((cohort[:, None], cohort[None, :]), found)
+        return {"theta": theta, "models": models.index_copy(0, cohort, uploads), "alike": alike}, rows
+
+    def serve(self, model: Model, now: Moment) -> Program:
+        """Use the stored model; without one, that of the warm-up."""
+        return [take_last] if self.personal(now) else super().serve(model, now)

@@ -1,0 +1,52 @@
+"""SeqFedEDT (IEEE Transactions on Mobile Computing, 2025, by FedOBP's authors): FedOBP's rule in sequential training.
+
+There is one model, and it walks: the clients of a round take it over in their sampled order, and the next round's first
+client takes it from the last one. Nothing is averaged. Each client keeps its own last values where the score of the
+arriving model is above the q-quantile (FedOBP's eq. 7 to 9), trains everything, and passes everything on.
+
+The default score is the one its authors report, |theta_i (theta - theta_i)|; their other two, |theta - theta_i| and its
+square, choose the same entries as `squared`. A client without training samples passes on what it was given, as a mean
+by samples would have it. The server relays the model and knows everyone's last one, so it scores, as in FedOBP.
+
+Sequential over clients: a round takes as many turns as it has clients. At test every client starts from what the last
+trained one left.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedobp.algorithms.base import Moment, Record, Tensors, dense, option
+from fedobp.algorithms.fedobp import FedOBP
+from fedobp.importance import SCORES
+from fedobp.models import Model
+
+
+@dataclass(frozen=True)
+class SeqFedEDT(FedOBP):
+    """One model that passes from client to client, of which each keeps its most important entries."""
+
+    name: ClassVar[str] = "seqfededt"
+    summary: ClassVar[str] = "sequential FedOBP: one model passes from client to client, each keeping a few entries"
+    paper: ClassVar[str] = "SeqFedEDT, IEEE Transactions on Mobile Computing, 2025"
+
+    score: str = option(
+        "product",
+        "product: |(own - passing) * own|, its authors' choice; squared: (own - passing)^2",
+        choices=tuple(SCORES),
+    )
+
+    @property
+    def together(self) -> bool:
+        """A client waits for the one before it."""
+        return False
+
+    def receive(
+        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
+    ) -> tuple[Tensors, Tensors]:
+        """Take the one client's model as it is, for the next one; remember it as that client's."""
+        [upload] = dense(up, "theta")
+        rows = {**rows, "theta": upload[None], "seen": torch.ones_like(rows["seen"])}
+        return {"theta": torch.where(n > 0, upload, server["theta"])}, rows

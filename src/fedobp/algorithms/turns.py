@@ -1,0 +1,30 @@
+"""Rounds whose clients come one after the other, for the modes in which one client's state reaches the next.
+
+Each of them is a cohort by itself, but all start from the model that the round before left. So the server holds, beside
+the mean of a round's uploads so far (`theta`, the global model once the round is over), the model that the round began
+with (`start`). `send` gives both: clients train from `start` and are served with `theta`.
+"""
+
+import torch
+from torch import Tensor
+
+from fedobp.algorithms.base import Moment, Tensors
+
+
+def before_turns(theta: Tensor, weight: Tensor) -> Tensors:
+    """Return the server's state before round 1; `weight` is 0, for the whole model or for each entry."""
+    return {"theta": theta, "start": theta, "weight": weight, "round": weight.new_zeros((), dtype=torch.int64)}
+
+
+def round_start(server: Tensors, now: Moment) -> Tensor:
+    """Return the model that this round's clients start from: for its first client, what the last round left."""
+    return torch.where(server["round"] == now.round, server["start"], server["theta"])
+
+
+def after_turn(server: Tensors, now: Moment, upload: Tensor, weight: Tensor) -> Tensors:
+    """Take an upload into the round's mean with a weight, for the whole model or for each entry; 0 leaves it out."""
+    total = torch.where(server["round"] == now.round, server["weight"], 0) + weight
+    step = torch.where(weight > 0, weight.to(upload.dtype) / total, 0.0)
+    theta = server["theta"] + step * (upload - server["theta"])
+    return {"theta": theta, "start": round_start(server, now), "weight": total,
+            "round": torch.full_like(server["round"], now.round)}  # fmt: skip

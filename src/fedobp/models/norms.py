@@ -1,0 +1,67 @@
+"""BatchNorm as a pure function: its running statistics are part of a model's vector, and padding does not count."""
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+_STATISTICS = (".running_mean", ".running_var")
+
+
+def is_statistic(name: str) -> bool:
+    """Say whether a tensor is a running statistic, which training moves without a gradient."""
+    return name.endswith(_STATISTICS)
+
+
+def norms_of(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    """Yield the BatchNorm layers of a module."""
+    return ((name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm))
+
+
+class Norm(nn.Module):
+    """A BatchNorm layer with the same tensors.
+
+    With `sample_weight` (1 a sample, 0 padding) it is in training: it uses the batch's mean and variance, and leaves in
+    `seen` what the running ones become.
+    """
+
+    def __init__(self, like: _BatchNorm) -> None:
+        super().__init__()
+        self.weight, self.bias, self._eps, self._share = like.weight, like.bias, like.eps, cast(float, like.momentum)
+        self.running_mean: Tensor
+        self.running_var: Tensor
+        self.register_buffer("running_mean", like.running_mean)
+        self.register_buffer("running_var", like.running_var)
+        self.sample_weight: Tensor | None = None
+        self.seen: tuple[Tensor, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise each channel."""
+        axes, shape = [0, *range(2, x.ndim)], [1, -1, *[1] * (x.ndim - 2)]
+        mean, variance = self.running_mean, self.running_var
+        if self.sample_weight is not None:
+            real = self.sample_weight.view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
+            count = self.sample_weight.sum() * (x.numel() // (x.shape[0] * x.shape[1]))
+            mean = (x * real).sum(axes) / count
+            variance = ((x - mean.view(shape)).square() * real).sum(axes) / count
+            old = self.running_mean, self.running_var
+            new = mean.detach(), variance.detach() * count / (count - 1)
+            self.seen = tuple(a + self._share * (b - a) for a, b in zip(old, new, strict=True))
+        out = (x - mean.view(shape)) * (variance.view(shape) + self._eps).rsqrt()
+        return out if self.weight is None else out * self.weight.view(shape) + self.bias.view(shape)
+
+
+def pure(module: nn.Module) -> nn.Module:
+    """Return a module, in place, with `Norm` for every BatchNorm."""
+    for name, layer in list(norms_of(module)):
+        parent, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, Norm(layer))
+    return module
+
+
+def statistics_of(module: nn.Module) -> Tensor:
+    """Return the new running statistics after a pass in training, in the order in which they lie in the vector."""
+    layers = [layer for layer in module.modules() if isinstance(layer, Norm)]
+    return torch.cat([value for layer in layers for value in layer.seen])

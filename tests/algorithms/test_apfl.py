@@ -1,0 +1,148 @@
+"""APFL against a plain loop with modules and optimisers, and at the ends of its mixing weight."""
+
+import pytest
+import torch
+from sweeps import draw, numbers, padded, visit
+from torch.nn import functional
+from walk import moment, row
+
+from fedobp import Config, Federation
+from fedobp.algorithms import METHODS
+from fedobp.models import Model
+
+APFL = METHODS["apfl"]
+NOW = moment(0, 1, epochs=2)
+MODEL = Model("mlp", (4,), 3)
+THETA = MODEL.initial(0).double()
+RATES = {"lr": 0.3, "momentum": 0.6, "weight_decay": 0.05}
+BATCHES = {0: draw(1, [5, 3, 2]), 1: draw(2, [4, 1])}  # a batch of one sample is skipped
+MODES = [
+    {}, {"adaptive": "on"}, {"mode": "as-published"}, {"mode": "as-published", "adaptive": "on"}, {"mix": 0.9},
+    {"mix": 0.9, "adaptive": "on"},
+]  # fmt: skip
+
+
+def plain_visit(v, w, a, batches, adaptive, published):
+    """Train two modules on the same batches, as the authors' code does, or with the framework's slips."""
+    mine, ours = MODEL.module(v), MODEL.module(w)
+    rates = {"lr": 0.3, "momentum": 0.6, "weight_decay": 0.05}
+    own, shared = (torch.optim.SGD(module.parameters(), **rates) for module in (mine, ours))
+    steps = 0
+    for epoch in range(2):
+        for x, y in batches:
+            if len(y) == 1:
+                continue
+            shared.zero_grad()
+            functional.cross_entropy(ours(x), y).backward()
+            shared.step()
+            own.zero_grad()
+            if published:
+                logits = a * mine(x) + (1 - a) * ours(x).detach()
+            else:
+                shared.zero_grad()
+                logits = a * mine(x) + (1 - a) * ours(x)
+            functional.cross_entropy(logits, y).backward()
+            own.step()
+            if published:
+                shared.step()  # with the gradient that is still there
+            steps += 1
+            if (epoch == 0) if published else (adaptive and steps == 1):
+                slope = 0.02 * a
+                for one, other in zip(mine.parameters(), ours.parameters(), strict=True):
+                    slope += float(((one - other).detach() * (a * one.grad + (1 - a) * other.grad)).sum())
+                a = min(1.0, max(0.0, a - 0.3 * slope))
+    return MODEL.read(mine), MODEL.read(ours), a
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_two_rounds_are_those_of_a_plain_loop(options):
+    method = APFL.configure(options)
+    hp = numbers(**RATES)
+    adaptive, published = method.adaptive == "on", method.mode == "as-published"
+    server, rows, own = method.begin(MODEL, THETA, 0)
+    owns = [own, own]
+    shared, personal, mixes = THETA, [THETA, THETA], [method.mix, method.mix]
+    for _ in range(2):
+        down, rows = method.send(MODEL, NOW, server, rows)
+        up, models = [], []
+        for client in (0, 1):
+            program = method.local(MODEL, NOW)
+            done, epochs = visit(MODEL, program, owns[client], row(down, client), hp, lambda _, c=client: BATCHES[c])
+            plain = plain_visit(personal[client], shared, mixes[client], BATCHES[client], adaptive, published)
+            personal[client], w, mixes[client] = plain
+            assert epochs == [2]
+            assert list(done.up) == ["theta"]
+            torch.testing.assert_close(done.own["theta"], personal[client], rtol=0, atol=1e-12)
+            torch.testing.assert_close(done.up["theta"], w, rtol=0, atol=1e-12)
+            assert float(done.own["mix"]) == pytest.approx(mixes[client], abs=1e-12)
+            assert done.theta.equal(done.own["theta"])  # the last local model is v
+            owns[client] = done.own
+            up.append(done.up["theta"])
+            models.append(w)
+        server, rows = method.receive(MODEL, NOW, server, rows, {"theta": torch.stack(up)}, torch.tensor([1, 3]))
+        shared = (models[0] + 3 * models[1]) / 4
+        torch.testing.assert_close(server["theta"], shared, rtol=0, atol=1e-12)
+    assert (mixes != [method.mix] * 2) == (adaptive or published)
+
+
+@pytest.mark.parametrize(
+    ("options", "moves"),
+    [
+        ({}, [False] * 6),
+        ({"adaptive": "on"}, [True] + [False] * 5),
+        ({"mode": "as-published"}, [True] * 3 + [False] * 3),
+    ],
+)
+def test_when_the_weight_moves(options, moves):
+    method = APFL.configure(options)
+    program, own = method.local(MODEL, NOW), method.begin(MODEL, THETA, 0).own
+    client, _ = visit(MODEL, program[:2], own, {"theta": -THETA}, numbers(), lambda _: [])
+    moved = []
+    for step, (x, y) in enumerate(BATCHES[0] * 2):
+        before, client = client.work["mix"], program[2].step(MODEL, client, padded(x, y, step, step // 3))
+        moved.append(bool(client.work["mix"] != before))
+    assert moved == moves
+
+
+def test_the_weight_stays_between_0_and_1():
+    method, found = APFL(adaptive="on"), []
+    for personal, shared in ((THETA * 100, THETA), (THETA, THETA * 100)):
+        own, down = method.begin(MODEL, personal, 0).own, {"theta": shared}
+        done, _ = visit(MODEL, method.local(MODEL, NOW), own, down, numbers(lr=0.01), lambda _: BATCHES[0])
+        found.append(float(done.own["mix"]))
+    assert found == [0, 1]
+
+
+def test_without_a_batch_nothing_moves():
+    method = APFL(adaptive="on")
+    own = {"theta": THETA * 2, "mix": torch.tensor(0.7, dtype=torch.float64)}
+    for batches in ([], draw(0, [1])):
+        done, _ = visit(MODEL, method.local(MODEL, NOW), own, {"theta": THETA}, numbers(), lambda _, b=batches: b)
+        assert done.own["theta"].equal(THETA * 2)
+        assert float(done.own["mix"]) == 0.7
+        assert done.up["theta"].equal(THETA)
+
+
+def test_it_serves_the_mixture_with_the_current_global_model():
+    method = APFL(mix=0.25)
+    own = method.begin(MODEL, THETA, 0).own
+    served, _ = visit(MODEL, method.serve(MODEL, NOW), own, {"theta": THETA * 3}, numbers(), lambda _: [])
+    assert served.theta.equal(THETA)
+    assert served.work["mine"].all()
+    x = BATCHES[0][0][0]
+    expected = 0.25 * MODEL.module(THETA)(x) + 0.75 * MODEL.module(THETA * 3)(x)
+    torch.testing.assert_close(method.predict(MODEL, served.work, x), expected)
+
+
+@pytest.mark.parametrize("engine", ["serial", "lanes"])
+@pytest.mark.parametrize(("mix", "other"), [(0.0, "fedavg"), (1.0, "local")])
+def test_at_its_ends_it_is_a_known_method(engine, mix, other):
+    """All of one model is FedAvg, all of the other Local-Only. A client's samples are one batch, in any order."""
+    config = Config(clients=4, participation=0.5, rounds=3, epochs=2, batch_size=2000, lr=0.1, alpha=0.5,
+                    precision="fp64", model="mlp", engine=engine, device="cpu", eval_every=1)  # fmt: skip
+    federation = Federation(config)
+    found, expected = federation.run("apfl", mix=mix), federation.run(other)
+    assert found.history == expected.history
+    assert found.accuracy == expected.accuracy
+    sent = 2 * 8 * federation.model.layout.size
+    assert found.bytes.down_per_round == found.bytes.up_per_round == sent

@@ -1,0 +1,286 @@
+"""Interchangeable importance scores: against FedOBP, by hand, and against a plain loop over single samples."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional
+from walk import vector
+
+from fedobp import Config, Federation
+from fedobp.algorithms import METHODS, Batch, Client, Moment, Sparse, Sweep, Train
+from fedobp.algorithms.decoupled import STEPS, add_gradient, add_squares, draw, take_own
+from fedobp.errors import FedobpError
+from fedobp.federation import cohorts
+from fedobp.models import Layout, Model
+
+Decoupled = METHODS["decoupled"]
+SMALL = {"clients": 5, "participation": 0.6, "rounds": 3, "epochs": 2, "lr": 0.1, "model": "mlp", "device": "cpu"}
+TINY = SimpleNamespace(layout=Layout(("fc.weight", "fc.bias", "classifier.weight"), ((3,), (1,), (4,))))
+SCORES = ("squared", "product", "gradient", "fisher", "fisher-batch", "obd", "magnitude", "random")
+
+
+def moment(*cohort, round=2, seed=0):
+    return Moment(round=round, rounds=9, clients=9, epochs=5, cohort=torch.tensor(cohort), seed=seed)
+
+
+def flat(state):
+    return torch.cat([tensor.flatten() for tensor in state.values()])
+
+
+def rows_of(*models, seen=True, **more):
+    return {"theta": torch.stack(models), "seen": torch.full((len(models),), seen), **more}
+
+
+def personal(method, theta, rows, now=None):
+    down, _ = method.send(TINY, now or moment(*range(len(rows["seen"]))), {"theta": theta}, rows)
+    assert list(down) == ["theta"]
+    assert isinstance(down["theta"], Sparse)
+    return [(~keep).nonzero()[:, 0].tolist() for keep in down["theta"].keep]
+
+
+# FedOBP
+
+
+@pytest.mark.parametrize("engine", ["serial", "lanes"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"q": 0.9, "norm": "layer", "ema": 0.5}, {"q": 0.9, "score": "product", "scope": "classifier",
+                                                   "start": "literal"}],
+)  # fmt: skip
+def test_with_its_score_and_pool_it_is_fedobp_bit_for_bit(engine, options):
+    federation = Federation(Config(**SMALL, engine=engine))
+    ours, fedobp = (federation.run(name, **options) for name in ("decoupled", "fedobp"))
+    for client in (None, *range(5)):
+        assert flat(ours.state_dict(client)).equal(flat(fedobp.state_dict(client)))
+    assert (ours.bytes, ours.history, ours.personal) == (fedobp.bytes, fedobp.history, fedobp.personal)
+    assert ours.personal.max > 0
+
+
+# Pools
+
+
+def test_a_quantile_in_each_tensor_leaves_something_in_each():
+    own = vector(1, 2, 3, 9, 40, 30, 20, 10)  # medians: of all 9.5, by tensor 2, 9 and 25
+    rows = rows_of(own)
+    assert personal(Decoupled(q=0.5), torch.zeros(8), rows) == [[4, 5, 6, 7]]
+    assert personal(Decoupled(q=0.5, pool="tensor"), torch.zeros(8), rows) == [[2, 4, 5]]
+    assert personal(Decoupled(q=0.5, pool="tensor", norm="layer"), torch.zeros(8), rows) == [[2, 4, 5]]
+    assert personal(Decoupled(q=0.5, pool="tensor", scope="classifier"), torch.zeros(8), rows) == [[4, 5]]
+    assert personal(Decoupled(q=1.0, pool="tensor"), torch.zeros(8), rows) == [[]]
+
+
+# Scores on the server
+
+
+def test_magnitude_looks_at_the_client_alone():
+    rows = rows_of(vector(-9, 0, 0, 0, 0, 0, 0, 1), vector(0, 0, 0, 0, 0, -2, 0, 0))
+    assert personal(Decoupled(q=0.8, score="magnitude"), rows["theta"][0], rows) == [[0, 7], [5]]
+
+
+def test_gradient_is_how_far_an_entry_moved_in_the_last_training():
+    method = Decoupled(q=0.8, score="gradient")
+    server, row, own = method.begin(TINY, torch.zeros(8), 0)
+    assert set(row) == {"theta", "seen", "moved"}
+    assert list(own) == ["theta"]
+    rows, now = {name: value[None] for name, value in row.items()}, moment(0)
+    down, sent = method.send(TINY, now, server, rows)
+    assert down["theta"].keep.all()
+    upload = vector(1, 2, 3, 4, 5, 6, 7, -8)[None]
+    server, rows = method.receive(TINY, now, server, sent, {"theta": upload}, torch.tensor([3]))
+    assert rows.keys() == row.keys()
+    assert rows["moved"].tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    # However far the global model goes meanwhile, entries 6 and 7 are personal; the client starts from its own there.
+    server = {"theta": vector(100, 0, 0, 0, 0, 0, 0, 0)}
+    down, sent = method.send(TINY, now, server, rows)
+    assert (~down["theta"].keep).nonzero()[:, 1].tolist() == [6, 7]
+    _, rows = method.receive(TINY, now, server, sent, {"theta": upload}, torch.tensor([3]))
+    assert rows["moved"].tolist() == [[99, 2, 3, 4, 5, 6, 0, 0]]
+
+
+def test_what_moved_is_where_training_began_whoever_asks_in_between():
+    method = Decoupled(q=0.8, score="gradient", ema=0.5)
+    rows = {name: value[None] for name, value in method.begin(TINY, torch.zeros(8), 0).row.items()}
+    kept = {name: value.clone() for name, value in rows.items()}
+    method.send(TINY, moment(0), {"theta": torch.ones(8)}, rows)
+    assert rows.keys() == kept.keys()
+    assert all(rows[name].equal(kept[name]) for name in kept)
+
+
+def test_random_scores_belong_to_a_seed_a_round_and_a_client():
+    like = torch.zeros(2, 2000)
+    first = draw(moment(3, 4), like)
+    assert first.equal(draw(moment(4, 3), like).flip(0))
+    for other in (moment(5, 6), moment(3, 4, round=3), moment(3, 4, seed=1)):
+        assert not (draw(other, like) == first).any()
+    assert not (first[0] == first[1]).any()
+    assert ((first > -1) & (first < 0)).all()
+    assert torch.histc(first, bins=4, min=-1, max=0).tolist() == pytest.approx([1000] * 4, abs=110)  # four deviations
+    assert torch.allclose(draw(moment(3, 4), like.double()).float(), first)
+    rows = rows_of(*torch.zeros(2, 8))
+    chosen = [personal(Decoupled(q=0.6, score="random"), torch.zeros(8), rows, moment(3, 4, round=r)) for r in (1, 2)]
+    assert chosen[0] != chosen[1]
+    assert all(len(one) == 3 for one in chosen[0] + chosen[1])  # 8 - 1 - floor(0.6 * 7)
+
+
+def test_random_scores_hardly_tie_in_float32():
+    scores = draw(moment(0), torch.zeros(1, 900_000))[0]
+    top = scores.topk(1000).values
+    assert len(top.unique()) == 1000
+
+
+# Scores on the client
+
+
+@pytest.fixture(scope="module")
+def mlp():
+    return Model("mlp", (1, 3, 3), 3)
+
+
+def batch_of(x, y, weight):
+    return Batch(x, y, weight, *(torch.zeros((), dtype=torch.int64),) * 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_statistics_add_up_over_batches_and_padding_counts_for_nothing(mlp, dtype):
+    theta = mlp.initial(0).to(dtype)
+    x = torch.linspace(-1, 2, 45, dtype=dtype).sin().view(5, 1, 3, 3)
+    y, ones = torch.tensor([0, 2, 1, 1, 0]), torch.ones(5, dtype=dtype)
+    each = []
+    for i in range(5):
+        w = theta.clone().requires_grad_()
+        functional.cross_entropy(mlp.logits(w, x[i : i + 1]), y[i : i + 1]).backward()
+        each.append(w.grad)
+    each = torch.stack(each)
+    padded = torch.cat([x[3:], 99 * torch.ones_like(x[:2])]), torch.cat([y[3:], y[:2]]), ones[:4] * vector(1, 1, 0, 0)
+    for step, expected in ((add_squares, each.square().sum(dim=0)), (add_gradient, each.sum(dim=0))):
+        client = take_own(mlp, Client({"theta": theta}, {}, {}, {}, {}))
+        for batch in (batch_of(x[:3], y[:3], ones[:3]), batch_of(padded[0], padded[1], padded[2].to(dtype))):
+            client = step(mlp, client, batch)
+        assert client.work["score"].dtype == dtype
+        torch.testing.assert_close(client.work["score"], expected, rtol=1e-4, atol=1e-7)
+        assert client.theta.equal(theta)
+
+
+def merged(method, total, n, theta, **own):
+    """Merge on a client whose own last model is 1, ..., 8, with a given sum over n samples."""
+    own = {"theta": torch.arange(1.0, 9), "seen": torch.tensor(True), **own}
+    work = {"theta": own["theta"], "score": total}
+    client = Client(own, {"theta": theta}, work, {}, {}, {"n": torch.tensor(n)})
+    take, sweep, merge = method.serve(TINY, moment(0))
+    assert (take, sweep) == (take_own, Sweep(STEPS[method.score]))
+    return merge(TINY, client)
+
+
+def test_the_three_scores_that_need_samples():
+    sums, theta = vector(30, 0, 0, 0, 0, 0, -40, 10), torch.full((8,), 50.0)
+    fisher = merged(Decoupled(q=0.8, score="fisher"), sums, 10, theta)
+    assert fisher.theta.tolist() == [1, 50, 50, 50, 50, 50, 50, 8]  # 3 and 1 are above, -4 is not
+    batch = merged(Decoupled(q=0.8, score="fisher-batch"), sums, 10, theta)
+    assert batch.work["mine"].nonzero()[:, 0].tolist() == [0, 6]  # 9 and 16
+    obd = merged(Decoupled(q=0.9, score="obd"), sums, 10, theta)
+    assert obd.work["mine"].nonzero()[:, 0].tolist() == [7]  # 3 * 1 / 2 and 1 * 64 / 2
+    by_tensor = merged(Decoupled(q=0.9, score="fisher", pool="tensor"), sums, 10, theta)
+    assert by_tensor.work["mine"].nonzero()[:, 0].tolist() == [0, 7]
+
+
+def test_a_client_without_samples_or_without_a_model_takes_the_global_one():
+    theta, some = torch.full((8,), 50.0), torch.arange(8.0)
+    without = merged(Decoupled(q=0.5, score="fisher"), torch.zeros(8), 0, theta)
+    assert without.theta.equal(theta)
+    assert not without.work["mine"].any()
+    never = {"seen": torch.tensor(False)}
+    assert merged(Decoupled(q=0.5, score="fisher"), some, 1, theta, **never).theta.equal(theta)
+    literal = merged(Decoupled(q=0.5, score="fisher", start="literal"), some, 1, theta, **never)
+    assert literal.work["mine"].tolist() == [False] * 4 + [True] * 4
+
+
+def test_the_client_smooths_its_own_scores():
+    method, theta = Decoupled(q=0.8, score="fisher", ema=0.75), torch.full((8,), 50.0)
+    row, own = method.begin(TINY, theta, 0)[1:]
+    assert row == {}
+    assert set(own) == {"theta", "seen", "score", "scored"}
+    first = merged(method, vector(0, 8, 0, 0, 0, 0, 4, 0), 2, theta, score=own["score"], scored=own["scored"])
+    assert first.own["score"].tolist() == [0, 4, 0, 0, 0, 0, 2, 0]  # the first value is the score itself
+    assert first.own["scored"].tolist() is True
+    kept = {name: first.own[name] for name in ("score", "scored")}
+    second = merged(method, vector(8, 0, 0, 0, 0, 0, 0, 0), 2, theta, **kept)
+    assert second.own["score"].tolist() == [1, 3, 0, 0, 0, 0, 1.5, 0]
+    assert second.work["mine"].nonzero()[:, 0].tolist() == [1, 6]
+
+
+def test_the_client_that_scores_gets_everything_and_the_server_keeps_nothing():
+    method = Decoupled(score="fisher")
+    down, rows = method.send(TINY, moment(0, 1), {"theta": torch.arange(8.0)}, {})
+    assert down["theta"].equal(torch.arange(8.0).expand(2, -1))
+    assert rows == {}
+    program = method.local(TINY, moment(0))
+    assert [item for item in program if isinstance(item, Train)] == [Train(5)]
+    server, rows = method.receive(
+        TINY, moment(0, 1), {}, {}, {"theta": torch.stack([torch.zeros(8), torch.ones(8)])}, torch.tensor([1, 3])
+    )
+    assert server["theta"].tolist() == [0.75] * 8
+    assert rows == {}
+
+
+@pytest.mark.parametrize("score", STEPS)
+def test_runs_are_those_of_a_plain_loop(score):
+    """Full-batch clients on the digits, coded again without the library's engines, sample by sample."""
+    config = Config(**{**SMALL, "clients": 16, "participation": 0.2}, method="decoupled", batch_size=96,
+                    precision="fp64", partition="iid", options={"q": 0.9, "score": score})  # fmt: skip
+    federation = Federation(config)
+    data, model = federation.data, federation.model
+    theta, last = model.initial(config.seed).double(), {}
+
+    def gradient(w, x, y):
+        w = w.clone().requires_grad_()
+        return torch.autograd.grad(functional.cross_entropy(model.logits(w, x), y), w)[0]
+
+    def merge(client):
+        if client not in last:
+            return theta
+        own, x, y = last[client], data.inputs(client, "train"), data.targets(client, "train")
+        if score == "fisher-batch":
+            found = gradient(own, x, y) ** 2
+        else:
+            found = sum(gradient(own, x[i : i + 1], y[i : i + 1]) ** 2 for i in range(len(y))) / len(y)
+        found = found * own**2 / 2 if score == "obd" else found
+        return torch.where(found > found.quantile(0.9), own, theta)
+
+    for cohort in cohorts(config):
+        for client in cohort.tolist():
+            w = merge(client)
+            for _ in range(2):
+                w = w - 0.1 * gradient(w, data.inputs(client, "train"), data.targets(client, "train"))
+            last = {**last, client: w}
+        n = [data.size(client, "train") for client in cohort.tolist()]
+        theta = sum(a * last[client] for a, client in zip(n, cohort.tolist(), strict=True)) / sum(n)
+    assert 3 < len(last) < 16
+    served = [merge(client) for client in range(16)]
+    for engine in ("serial", "lanes"):
+        result = Federation(replace(config, engine=engine), beside=federation).run()
+        torch.testing.assert_close(flat(result.state_dict()), theta, rtol=0, atol=1e-10)
+        for client in range(16):
+            torch.testing.assert_close(flat(result.state_dict(client)), served[client], rtol=0, atol=1e-10)
+        assert result.bytes.down_per_round == result.bytes.up_per_round == 3 * 8 * model.layout.size
+
+
+# Options
+
+
+def test_every_option_changes_a_run():
+    federation = Federation(Config(**SMALL))
+    changes = [*({"score": score} for score in SCORES), {"pool": "tensor"}, {"q": 0.5}, {"norm": "layer"},
+               {"scope": "classifier"}, {"ema": 0.9}, {"start": "literal"}]  # fmt: skip
+    changes += [{"score": "fisher", **change} for change in changes[len(SCORES) :]]
+    models = [flat(federation.run("decoupled", **{"q": 0.9, **change}).state_dict()) for change in changes]
+    assert len({tuple(model.tolist()) for model in models}) == len(changes)
+
+
+def test_what_has_no_meaning_is_refused():
+    with pytest.raises(FedobpError, match=r"^score=gradient does not go with start=literal: .* use start=global$"):
+        Decoupled.configure({"score": "gradient", "start": "literal"})
+    with pytest.raises(FedobpError, match="unknown value of option 'score' of decoupled 'fischer': did you mean"):
+        Decoupled.configure({"score": "fischer"})
+    assert set(next(spec for spec in Decoupled.options() if spec.name == "score").metadata["choices"]) == set(SCORES)

@@ -1,0 +1,221 @@
+"""FedALA: the mixing weights against a plain loop with a module, when they are learned, and what leaks in its table."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from sweeps import draw, numbers, visit
+from torch.nn import functional
+from walk import moment, row
+
+from fedobp import Config, Federation
+from fedobp.algorithms import METHODS, Sweep, Train
+from fedobp.models import Model
+
+FedALA = METHODS["fedala"]
+PUBLISHED = FedALA(mode="as-published")
+NOW = moment(0, 1)
+MODEL = Model("mlp", (4,), 3)
+THETA = MODEL.initial(0).double()
+LOCAL, GLOBAL = (MODEL.initial(seed).double() * 2 for seed in (1, 2))
+BATCHES = draw(1, [5, 3, 1])  # one of a single sample is no exception here
+HARD = (BATCHES[1][0] * 30, BATCHES[1][1])
+
+
+def still(epoch):
+    return BATCHES
+
+
+def changing(until):
+    """Batches whose last one, and with it its loss, changes from epoch to epoch until some epoch."""
+    return lambda epoch: [BATCHES[0], HARD] if epoch < until and epoch % 2 else BATCHES
+
+
+def top_of(method, theta):
+    return theta[sum(MODEL.layout.sizes[: -method.tensors]) :]
+
+
+def held(method, local=LOCAL, weight=1.0, started=False):
+    top = top_of(method, local)
+    return {"top": top, "weight": torch.full_like(top, weight), "started": torch.tensor(started)}
+
+
+def plain_weights(method, weight, batches, started):
+    """Learn the weights on a module, tensor by tensor; return the mixed model, the weights and the epochs."""
+    p = method.tensors
+    local, shared, mixed = (list(MODEL.module(theta).parameters())[-p:] for theta in (LOCAL, GLOBAL, GLOBAL))
+    module = MODEL.module(GLOBAL)
+    mixed = list(module.parameters())[-p:]
+    weights = [torch.full_like(tensor, weight) for tensor in local]
+
+    @torch.no_grad()
+    def mix():
+        for tensor, own, other, share in zip(mixed, local, shared, weights, strict=True):
+            tensor.copy_(own + (other - own) * share)
+
+    mix()
+    losses = []
+    while True:
+        for x, y in batches(len(losses)):
+            module.zero_grad()
+            loss = functional.cross_entropy(module(x), y)
+            loss.backward()
+            for at, (tensor, own, other) in enumerate(zip(mixed, local, shared, strict=True)):
+                weights[at] = (weights[at] - method.eta * tensor.grad * (other - own)).clamp(0, 1).detach()
+            mix()
+        losses.append(float(loss.detach()))
+        settled = len(losses) > 10 and np.std(losses[-10:]) < 0.1
+        if started or settled or len(losses) == 100:
+            return MODEL.read(module), torch.cat([share.flatten() for share in weights]), len(losses)
+
+
+@pytest.mark.parametrize(
+    ("options", "weight", "batches", "started", "epochs"),
+    [
+        ({}, 1.0, still, False, 12),
+        ({}, 1.0, still, True, 1),
+        ({}, 0.3, still, True, 1),
+        ({"eta": 0.1}, 0.3, changing(15), False, 26),
+        ({"eta": 5.0}, 0.3, changing(200), False, 100),
+        ({"tensors": 1}, 0.5, still, True, 1),
+        ({"tensors": 3}, 0.5, still, False, 11),
+        ({"tensors": 99}, 0.5, still, True, 1),
+    ],
+)
+def test_a_visit_is_that_of_a_plain_loop(options, weight, batches, started, epochs):
+    method = FedALA.configure(options)
+    own, hp = held(method, weight=weight, started=started), numbers(**method.floats())
+    mixed, weights, taken = plain_weights(method, weight, batches, started)
+    assert taken == epochs
+    assert not torch.allclose(mixed, GLOBAL)
+    done, sweeps = visit(MODEL, method.local(MODEL, NOW), own, {"theta": GLOBAL}, hp, batches, step=0.5)
+    assert sweeps == [epochs]
+    torch.testing.assert_close(done.theta, mixed + 0.5, rtol=0, atol=1e-12)
+    torch.testing.assert_close(done.own["weight"], weights, rtol=0, atol=1e-12)
+    assert done.own["top"].equal(top_of(method, done.theta))
+    assert bool(done.own["started"])
+    assert list(done.up) == ["theta"]
+    assert done.up["theta"].equal(done.theta)
+    served, sweeps = visit(MODEL, method.serve(MODEL, NOW), own, {"theta": GLOBAL}, hp, batches)
+    assert sweeps == [epochs]
+    torch.testing.assert_close(served.theta, mixed, rtol=0, atol=1e-12)
+    assert served.own == own
+    assert int(served.work["mine"].sum()) == len(own["top"]) == int(served.work["mine"][-len(own["top"]) :].sum())
+
+
+def test_its_program():
+    _, _, learning, training, _ = FedALA().local(MODEL, NOW)
+    assert isinstance(learning, Sweep)
+    assert (learning.epochs, learning.fraction, learning.smallest) == (100, 0.8, 1)
+    assert training == Train(5)
+
+
+def test_equal_models_teach_nothing_and_are_no_first_time():
+    method = FedALA()
+    server, rows, own = method.begin(MODEL, THETA, 0)
+    down, _ = method.send(MODEL, NOW, server, rows)
+    assert list(down) == ["theta"]
+    done, sweeps = visit(MODEL, method.local(MODEL, NOW), own, row(down, 0), numbers(eta=1.0), still, step=0.5)
+    assert sweeps == [0]
+    assert done.theta.equal(THETA + 0.5)
+    assert done.own["weight"].eq(1).all()
+    assert not bool(done.own["started"])
+
+
+def test_a_client_without_samples_mixes_with_the_weights_that_it_has():
+    method, top = FedALA(), top_of(FedALA(), GLOBAL)
+    own = held(method, weight=0.25)
+    done, _ = visit(MODEL, method.local(MODEL, NOW), own, {"theta": GLOBAL}, numbers(eta=1.0), lambda _: [])
+    torch.testing.assert_close(done.own["top"], top_of(method, LOCAL) * 0.75 + top * 0.25)
+    assert done.own["weight"].eq(0.25).all()
+    assert not bool(done.own["started"])
+
+
+def test_one_class_is_enough():
+    x, y = BATCHES[0]
+    done, _ = visit(MODEL, FedALA().serve(MODEL, NOW), held(FedALA()), {"theta": GLOBAL}, numbers(eta=1.0),
+                    lambda _: [(x, torch.zeros_like(y))])  # fmt: skip
+    assert done.theta.isfinite().all()
+    assert not done.theta.equal(GLOBAL)
+
+
+def test_the_server_averages_by_samples():
+    uploads, n = torch.stack([LOCAL, GLOBAL]), torch.tensor([1, 3])
+    server, _ = FedALA().receive(MODEL, NOW, {"theta": THETA}, {}, {"theta": uploads}, n)
+    assert list(server) == ["theta"]
+    torch.testing.assert_close(server["theta"], (LOCAL + 3 * GLOBAL) / 4, rtol=0, atol=1e-12)
+
+
+def turn(server, client, round, n, step):
+    """Let one client train in the published mode; return (server, its upload, what it began with)."""
+    now = replace(moment(client), round=round)
+    down, rows = PUBLISHED.send(MODEL, now, server, {})
+    program, got = PUBLISHED.local(MODEL, now), row(down, 0)
+    done, epochs = visit(MODEL, program, {}, got, numbers(eta=1.0), still if n else lambda _: [], step=step)
+    up = {name: value[None] for name, value in done.up.items()}
+    after, _ = PUBLISHED.receive(MODEL, now, server, rows, up, torch.tensor([n]))
+    assert done.own == {}
+    return after, done.theta, got, epochs
+
+
+def test_as_published_each_client_goes_on_from_the_one_before():
+    assert (FedALA().together, PUBLISHED.together) == (True, False)
+    server, _, own = PUBLISHED.begin(MODEL, THETA, 0)
+    assert own == {}
+    server, first, got, epochs = turn(server, 0, 1, 1, step=0.5)
+    assert (sorted(got), epochs) == (["begun", "theta", "top", "weight"], [0])
+    assert first.equal(THETA + 0.5)
+    server, second, got, epochs = turn(server, 1, 1, 3, step=-0.25)
+    assert epochs == [1]  # the first client's models were equal, and that was the first time for everyone
+    assert got["begun"].equal(THETA)  # this round's model, not yet the mean
+    assert got["top"].equal(top_of(PUBLISHED, first))
+    below = len(THETA) - len(got["top"])
+    assert second[:below].equal(THETA[:below] - 0.25)
+    assert not torch.allclose(second, THETA - 0.25)
+    mean = (first + 3 * second) / 4
+    torch.testing.assert_close(server["theta"], mean, rtol=0, atol=1e-12)
+    assert not server["weight"].eq(1).all()
+    weights = server["weight"]
+    server, third, got, _ = turn(server, 0, 2, 0, step=0.0)  # nobody's samples: only what leaks goes on
+    torch.testing.assert_close(got["begun"], mean, rtol=0, atol=1e-12)
+    assert got["top"].equal(top_of(PUBLISHED, second))
+    assert server["weight"].equal(weights)
+    torch.testing.assert_close(server["theta"], mean, rtol=0, atol=1e-12)
+    server, fourth, got, _ = turn(server, 1, 2, 7, step=1.0)
+    torch.testing.assert_close(got["begun"], mean, rtol=0, atol=1e-12)
+    assert got["top"].equal(top_of(PUBLISHED, third))
+    assert server["theta"].equal(fourth)
+
+
+def test_as_published_everyone_is_served_from_what_the_last_one_left():
+    server, _, _ = PUBLISHED.begin(MODEL, THETA, 0)
+    server, _, _, _ = turn(server, 0, 1, 2, step=0.5)
+    server, last, _, _ = turn(server, 1, 1, 2, step=-0.5)
+    down, _ = PUBLISHED.send(MODEL, NOW, server, {})
+    for client in (0, 1):
+        got = row(down, client)
+        assert got["theta"].equal(server["theta"])
+        served, epochs = visit(MODEL, PUBLISHED.serve(MODEL, NOW), {}, got, numbers(eta=1.0), still)
+        assert epochs == [1]
+        assert served.work["top"].equal(top_of(PUBLISHED, last))
+        below = len(THETA) - len(served.work["top"])
+        assert served.theta[:below].equal(server["theta"][:below])
+
+
+@pytest.mark.parametrize("engine", ["serial", "lanes"])
+def test_where_the_weights_cannot_move_it_is_fedavg(engine):
+    """With eta at 0 all weights stay 1, in either mode. A client's samples are one batch, in any order."""
+    config = Config(clients=4, participation=0.5, rounds=3, epochs=1, batch_size=2000, lr=0.1, alpha=0.5,
+                    precision="fp64", model="mlp", engine=engine, device="cpu", eval_every=3)  # fmt: skip
+    federation = Federation(config)
+    found, leaking, other = (federation.run("fedala", eta=eta, mode=mode) for eta, mode in
+                             ((0, "faithful"), (0, "as-published"), (1, "faithful")))  # fmt: skip
+    expected = federation.run("fedavg")
+    for result in (found, leaking):
+        assert result.history == expected.history
+        for name, tensor in expected.state_dict().items():
+            torch.testing.assert_close(result.state_dict()[name], tensor, rtol=0, atol=1e-10)
+    assert found.bytes == other.bytes == expected.bytes
+    assert not torch.allclose(other.state_dict(0)["classifier.weight"], expected.state_dict()["classifier.weight"])
+    assert found.personal.min == found.personal.max == sum(federation.model.layout.sizes[-2:])

@@ -1,0 +1,248 @@
+"""FedPAC: the combination of heads against other solvers, and whole rounds against a plain loop."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+from torch.nn.functional import cross_entropy
+from walk import moment
+
+from fedobp import Config, Federation
+from fedobp.algorithms import METHODS, Batch, Client, Sweep, Train
+from fedobp.algorithms.fedpac import aligned, combination, on_simplex, tally
+from fedobp.models import Model
+
+METHOD = METHODS["fedpac"]()
+MODEL = Model("mlp", (4,), 3)
+WIDTH = MODEL.head(MODEL.initial(0))[0].shape[1]
+
+
+# The quadratic programme
+
+
+def problems(seed, m, rank, count=6):
+    draw = np.random.RandomState(seed)
+    factors = draw.randn(count, m, rank) * draw.rand(count, m, 1) ** 3
+    diagonals = np.stack([np.diag(v) for v in draw.rand(count, m) / 9])
+    return torch.from_numpy(factors @ factors.transpose(0, 2, 1) + diagonals)
+
+
+@pytest.mark.parametrize(("m", "rank"), [(1, 1), (2, 3), (5, 2), (10, 30), (40, 5)])
+def test_the_weights_are_those_of_scipy(m, rank):
+    matrices = problems(m, m, rank)
+    found = on_simplex(matrices, torch.ones(len(matrices), m, dtype=torch.bool))
+    zeros = 0
+    for q, a in zip(matrices.numpy(), found.numpy(), strict=True):
+        expected = minimize(
+            lambda x, q=q: x @ q @ x,
+            np.full(m, 1 / m),
+            jac=lambda x, q=q: 2 * q @ x,
+            bounds=[(0, 1)] * m,
+            constraints={"type": "eq", "fun": lambda x: x.sum() - 1, "jac": np.ones_like},
+            method="SLSQP",
+            options={"ftol": 1e-14, "maxiter": 1000},
+        ).x
+        np.testing.assert_allclose(a, expected, atol=1e-5)
+        # The conditions of a minimum: equal slopes where a > 0, none smaller elsewhere.
+        slopes = q @ a
+        assert (slopes >= a @ q @ a - 1e-8 * np.diag(q).mean()).all()
+        zeros += (a == 0).sum()
+    assert m < 10 or zeros > 0
+
+
+def test_entries_that_are_not_allowed_stay_out():
+    allowed = torch.tensor([[True, False, True, True], [False, True, False, False]])
+    found = on_simplex(problems(3, 4, 2, count=2), allowed)
+    assert (found[0, 1], found[1].tolist()) == (0, [0, 1, 0, 0])
+    [inner] = on_simplex(problems(3, 4, 2, count=2)[:1, [0, 2, 3]][:, :, [0, 2, 3]], allowed.new_ones(1, 3))
+    torch.testing.assert_close(found[0, [0, 2, 3]], inner, rtol=0, atol=1e-8)
+
+
+def test_equal_distributions_are_weighted_by_the_inverse_of_their_variance():
+    h, n = torch.ones(3, 4), torch.tensor([5, 5, 5])
+    found = combination(h, torch.tensor([1.0, 2.0, 4.0]), n)
+    torch.testing.assert_close(found, torch.tensor([[4, 2, 1]] * 3).double() / 7)
+
+
+def test_two_clients_by_hand():
+    # For client 0: a0^2 v0 + a1^2 (v1 + d), so a1 / a0 = v0 / (v1 + d) with d = |h_0 - h_1|^2 = 4.
+    found = combination(torch.tensor([[0.0, 1.0], [2.0, 1.0]]), torch.tensor([1.0, 2.0]), torch.tensor([9, 9]))
+    torch.testing.assert_close(found, torch.tensor([[6 / 7, 1 / 7], [2 / 7, 5 / 7]]).double())
+
+
+def test_far_away_heads_are_dropped():
+    found = combination(torch.tensor([[0.0], [40.0]]), torch.tensor([1.0, 1.0]), torch.tensor([9, 9]))
+    assert found.tolist() == [[1, 0], [0, 1]]  # 1 / 1602 is less than 1e-3
+
+
+def test_clients_without_samples_or_variance():
+    h, variance = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 1.0], [0.5, 0.5]]), torch.tensor([1.0, 0.0, 0.0, 1.0])
+    found = combination(h, variance, torch.tensor([4, 0, 1, 4]))
+    assert found[1].tolist() == [0, 1, 0, 0]  # keeps its own
+    assert found[:, 1].tolist() == [0, 1, 0, 0]  # and gives to nobody
+    assert found[2].tolist() == [0, 0, 1, 0]  # one sample: no variance, so one's own head is taken for perfect
+    assert (found[3] > 0).tolist() == [True, False, True, True]
+    torch.testing.assert_close(found.sum(dim=1), torch.ones(4).double())
+
+
+# The client
+
+
+def measured(y, weight):
+    zero, counts = torch.tensor(0), torch.bincount(y[weight > 0], minlength=3)
+    theta = MODEL.initial(3).double()
+    x = torch.linspace(-1, 2, 4 * len(y), dtype=torch.float64).view(-1, 4).sin()
+    head = MODEL.layout.split(theta)[1]
+    shared = torch.arange(3.0 * WIDTH).double()
+    down = {"base": MODEL.layout.split(theta)[0], "head": head, "prototypes": shared,
+            "known": torch.tensor([False, True, True])}  # fmt: skip
+    client = Client({}, down, {}, {}, {"lam": torch.tensor(0.5).double()}, {"n": counts.sum(), "counts": counts})
+    program = METHOD.local(MODEL, moment(0, round=2))
+    client = program[0](MODEL, client)
+    batch = Batch(x, y, weight, zero, zero, zero)
+    if len(y):
+        client = tally(MODEL, client, batch)
+    return program[2](MODEL, client), batch
+
+
+def test_statistics_of_padded_features():
+    y, weight = torch.tensor([0, 1, 0, 2, 1]), torch.tensor([1.0, 1, 1, 0, 0]).double()
+    client, batch = measured(y, weight)
+    z = MODEL.features(client.theta, batch.x)
+    h = torch.stack([(z[0] + z[2]) / 3, z[1] / 3, torch.zeros(WIDTH).double()])
+    torch.testing.assert_close(client.up["h"], h.flatten())
+    torch.testing.assert_close(client.up["variance"], ((z[:3] ** 2).sum() / 3 - (h**2).sum()) / 3)
+    shared = torch.arange(3.0 * WIDTH).double().view(3, -1)
+    torch.testing.assert_close(client.work["target"], torch.stack([(z[0] + z[2]) / 2, shared[1], shared[2]]))
+    loss = aligned(MODEL, client, batch)
+    pulls = ((z - client.work["target"][y]) ** 2).mean(dim=1)
+    expected = (cross_entropy(MODEL.logits(client.theta, batch.x)[:3], y[:3]) + 0.5 * pulls[:3].mean()).detach()
+    torch.testing.assert_close(loss, expected)
+
+
+def test_a_client_without_samples_has_finite_statistics():
+    client, _ = measured(torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+    assert not client.up["h"].any()
+    assert client.up["variance"] == 0
+
+
+def test_the_program_spends_the_budget():
+    phases = [item for item in METHOD.local(MODEL, moment(0)) if isinstance(item, Train | Sweep)]
+    assert phases == [Sweep(tally), Train(1, part="head", lr="head_lr"), Train(4, part="base"), Sweep(tally)]
+    later = METHODS["fedpac"](head_epochs=2).local(MODEL, moment(0, round=2))
+    trained = [item for item in later if isinstance(item, Train)]
+    assert trained == [Train(2, part="head", lr="head_lr"), Train(3, part="base", loss=aligned)]
+
+
+# Rounds
+
+SETTINGS = {
+    "clients": 4, "participation": 1.0, "rounds": 3, "epochs": 3, "batch_size": 2000, "lr": 0.1, "alpha": 0.3,
+    "precision": "fp64", "model": "mlp", "device": "cpu",
+}  # fmt: skip
+
+
+def best_of_all_supports(q):
+    """Minimise a'qa on the simplex by trying every set of positive entries."""
+    best = None
+    for size in range(1, len(q) + 1):
+        for support in map(list, combinations(range(len(q)), size)):
+            x = torch.linalg.solve(q[support][:, support], torch.ones(size, dtype=q.dtype))
+            a = torch.zeros(len(q), dtype=q.dtype)
+            a[support] = x / x.sum()
+            if (a >= 0).all() and (best is None or a @ q @ a < best @ q @ best):
+                best = a
+    best[best < 1e-3] = 0
+    return best / best.sum()
+
+
+@pytest.mark.parametrize("engine", ["serial", "lanes"])
+def test_runs_are_those_of_a_plain_loop(engine):
+    federation = Federation(Config(**SETTINGS, method="fedpac", engine=engine))
+    data, classes = federation.data, federation.model.classes
+    first = federation.model.layout.views(federation.model.initial(federation.config.seed).double())
+    base, prototypes = [first["fc1.weight"], first["fc1.bias"]], {}
+    heads = [[first["classifier.weight"], first["classifier.bias"]] for _ in range(4)]
+
+    def hidden(base, x):
+        return torch.relu(x.flatten(1) @ base[0].T + base[1])
+
+    def means(z, y):
+        return {c: z[y == c].mean(dim=0) for c in y.unique().tolist()}
+
+    def step(part, rate, loss):
+        part = [tensor.detach().requires_grad_() for tensor in part]
+        gradients = torch.autograd.grad(loss(part), part)
+        return [(tensor - rate * gradient).detach() for tensor, gradient in zip(part, gradients, strict=True)]
+
+    for round in range(3):
+        bases, new_heads, protos, v, h, sizes = [], [], [], [], [], []
+        for client in range(4):
+            x, y, head, mine = data.inputs(client, "train"), data.targets(client, "train"), heads[client], base
+            z = hidden(base, x)
+            own = means(z, y)
+            h.append(torch.stack([own[c] * (y == c).double().mean() if c in own else z[0] * 0 for c in range(classes)]))
+            v.append(((z**2).sum() / len(y) - (h[-1] ** 2).sum()) / len(y))
+            target = torch.stack([prototypes.get(c, own[c]) for c in y.tolist()])
+            head = step(head, 0.1, lambda part, z=z, y=y: cross_entropy(z @ part[0].T + part[1], y))
+            for _ in range(2):
+
+                def loss(part, x=x, y=y, head=head, target=target, on=round > 0):
+                    z = hidden(part, x)
+                    pull = ((z - target) ** 2).mean() if on else 0
+                    return cross_entropy(z @ head[0].T + head[1], y) + pull
+
+                mine = step(mine, 0.1, loss)
+            bases.append(mine)
+            new_heads.append(head)
+            protos.append(means(hidden(mine, x), y))
+            sizes.append(torch.bincount(y, minlength=classes).double())
+        share = torch.stack([size.sum() for size in sizes])
+        base = [sum(w * b[k] for w, b in zip(share / share.sum(), bases, strict=True)) for k in range(2)]
+        prototypes = {
+            c: sum(size[c] * p[c] for size, p in zip(sizes, protos, strict=True) if c in p) / sum(s[c] for s in sizes)
+            for c in range(classes)
+            if any(c in p for p in protos)
+        }
+        for i in range(4):
+            far = [(h[i] - h[j]).flatten() for j in range(4)]
+            a = best_of_all_supports(torch.stack(v).diag() + torch.stack(far) @ torch.stack(far).T)
+            heads[i] = [sum(w * one[k] for w, one in zip(a, new_heads, strict=True)) for k in range(2)]
+    result = federation.run()
+    for client in range(4):
+        served = result.state_dict(client)
+        expected = dict(zip(("fc1.weight", "fc1.bias", "classifier.weight", "classifier.bias"),
+                            [*base, *heads[client]], strict=True))  # fmt: skip
+        for name, tensor in expected.items():
+            torch.testing.assert_close(served[name], tensor, rtol=0, atol=1e-8)
+    assert not torch.equal(heads[0][0], heads[1][0])
+    size, features = federation.model.layout.size, base[0].shape[0]
+    assert result.bytes.down_per_round == 4 * (8 * (size + classes * features) + classes)
+    assert result.bytes.up_per_round == 4 * 8 * (size + 2 * classes * features + classes + 1)
+    torch.testing.assert_close(result.state_dict()["classifier.weight"], first["classifier.weight"])
+
+
+@pytest.mark.parametrize("options", [{"lam": 5.0}, {"head_epochs": 2}, {"head_lr": 0.01}])
+def test_every_option_matters(options):
+    federation = Federation(Config(**{**SETTINGS, "rounds": 2}))
+    plain, other = federation.run("fedpac").state_dict(0), federation.run("fedpac", **options).state_dict(0)
+    assert not torch.allclose(plain["fc1.weight"], other["fc1.weight"], atol=1e-6)
+
+
+def test_only_classes_of_the_cohort_have_prototypes():
+    theta = MODEL.initial(0)
+    server, row, _ = METHOD.begin(MODEL, theta, 0)
+    assert not server["known"].any()
+    prototypes = torch.stack([torch.full((3 * WIDTH,), 1.0), torch.full((3 * WIDTH,), 5.0)])
+    up = {
+        "theta": theta.repeat(2, 1), "prototypes": prototypes, "counts": torch.tensor([[1.0, 2, 0], [3, 0, 0]]),
+        "h": torch.zeros(2, 3 * WIDTH), "variance": torch.ones(2),
+    }  # fmt: skip
+    rows = {name: value.repeat(2, 1) for name, value in row.items()}
+    server, rows = METHOD.receive(MODEL, moment(0, 1), server, rows, up, torch.tensor([3, 3]))
+    assert server["known"].tolist() == [True, True, False]
+    assert server["prototypes"].view(3, -1)[:, 0].tolist() == [4, 1, 0]
+    assert server["theta"].equal(theta)
+    assert rows["head"][1].equal(MODEL.layout.split(theta)[1])  # equal heads combine to that head

@@ -1,0 +1,146 @@
+"""FedRoD: two heads and where their gradients go, by hand and against a plain loop."""
+
+import pytest
+import torch
+from walk import moment, row, walk
+
+from fedobp import Config, Federation
+from fedobp.algorithms import METHODS, Batch, Client, Train
+from fedobp.algorithms.fedrod import two_losses
+from fedobp.models import Model
+
+METHOD = METHODS["fedrod"]()
+MODEL = Model("mlp", (4,), 3)
+THETA = MODEL.initial(1).double()
+HEAD = MODEL.layout.is_head()
+NOW = moment(0, 1)
+X = torch.linspace(-1, 2, 24, dtype=torch.float64).view(6, 4).sin()
+Y = torch.tensor([0, 0, 0, 2, 2, 0])
+
+
+def client(theta, head, gamma=1.0, y=Y):
+    counts = torch.bincount(y, minlength=3)
+    number = torch.tensor(gamma, dtype=theta.dtype)
+    return Client({}, {}, {"theta": theta, "head": head}, {}, {"gamma": number}, {"n": counts.sum(), "counts": counts})
+
+
+def batch(x=X, y=Y, weight=None):
+    weight, zero = torch.ones(len(y), dtype=x.dtype) if weight is None else weight, torch.tensor(0)
+    return Batch(x, y, weight, zero, zero, zero)
+
+
+def gradients(gamma=1.0, theta=THETA, y=Y, one=None):
+    theta, head = theta.clone().requires_grad_(), (theta[HEAD] * 0.3).requires_grad_()
+    loss = two_losses(MODEL, client(theta, head, gamma, y), one or batch(y=y))
+    return loss.detach(), *torch.autograd.grad(loss, (theta, head))
+
+
+def tensors(theta):
+    return MODEL.layout.views(theta)
+
+
+def test_the_loss_and_its_gradients_are_those_of_two_separate_losses():
+    loss, by_theta, by_head = gradients(gamma=0.7)
+    theta = THETA.clone().requires_grad_()
+    odds = MODEL.logits(theta, X).exp() * torch.tensor([4, 0, 2]).double() ** 0.7  # class 1 is absent
+    balanced = -(odds.gather(1, Y[:, None])[:, 0] / odds.sum(dim=1)).log().mean()
+    [expected] = torch.autograd.grad(balanced, theta)
+    torch.testing.assert_close(by_theta, expected)  # nothing of P's loss arrives here
+    weight, bias = (part.clone().requires_grad_() for part in MODEL.head(THETA * 0.3))
+    hidden = torch.relu(X @ tensors(THETA)["fc1.weight"].T + tensors(THETA)["fc1.bias"])
+    joint = torch.nn.functional.cross_entropy(MODEL.logits(THETA, X) + hidden @ weight.T + bias, Y)
+    expected = torch.autograd.grad(joint, (weight, bias))
+    torch.testing.assert_close(by_head, torch.cat([part.flatten() for part in expected]))
+    torch.testing.assert_close(loss, (balanced + joint).detach())
+
+
+def test_gamma_0_is_the_ordinary_cross_entropy_even_for_absent_classes():
+    theta = THETA.clone().requires_grad_()
+    [plain] = torch.autograd.grad(torch.nn.functional.cross_entropy(MODEL.logits(theta, X), Y), theta)
+    torch.testing.assert_close(gradients(gamma=0.0)[1], plain)
+    assert not torch.allclose(gradients(gamma=1.0)[1], plain)
+
+
+def test_padding_of_a_class_that_the_client_does_not_have_counts_for_nothing():
+    x, y = torch.cat([X, X[:2] + 1]), torch.cat([Y, torch.tensor([1, 1])])
+    padded = batch(x, y, torch.tensor([1.0] * 6 + [0, 0]).double())
+    for found, expected in zip(gradients(one=padded), gradients(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_client_of_one_class_teaches_only_its_own_head():
+    loss, by_theta, by_head = gradients(y=torch.full((6,), 2))
+    assert loss.isfinite()
+    assert by_theta.eq(0).all()  # among one class there is nothing to tell apart
+    assert by_head.ne(0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_two_clients_by_hand(dtype):
+    theta = THETA.to(dtype)
+    server, rows, own = METHOD.begin(MODEL, theta, 0)
+    assert server["theta"].equal(theta)
+    assert own["head"].equal(theta[HEAD])
+    down, rows = METHOD.send(MODEL, NOW, server, rows)
+    assert list(down) == ["theta"]
+    done = []
+    for at, step in enumerate((1.0, 5.0)):
+        state, [phase] = walk(MODEL, METHOD.local(MODEL, NOW), own, row(down, at), [torch.full_like(theta, step)])
+        assert phase == Train(5, learn=("theta", "head"), loss=two_losses)
+        assert list(state.up) == ["theta"]
+        assert state.up["theta"].equal(theta + step)
+        assert state.own["head"].equal(own["head"])  # `walk` moves the first vector only
+        assert state.theta[~HEAD].equal(theta[~HEAD] + step)
+        assert state.theta[HEAD].equal(theta[HEAD] + step + own["head"])  # the last local model has both heads
+        done.append(state.up["theta"])
+    server, _ = METHOD.receive(MODEL, NOW, server, rows, {"theta": torch.stack(done)}, torch.tensor([1, 3]))
+    torch.testing.assert_close(server["theta"], theta + 4)
+    served, _ = walk(MODEL, METHOD.serve(MODEL, NOW), {"head": own["head"] * 2}, {"theta": server["theta"]}, [])
+    assert served.work["mine"].equal(HEAD)
+    assert served.theta.dtype == dtype
+    x = X.to(dtype)
+    both = [MODEL.logits(MODEL.layout.join(server["theta"][~HEAD], head), x) for head in
+            (server["theta"][HEAD], own["head"] * 2)]  # fmt: skip
+    torch.testing.assert_close(MODEL.logits(served.theta, x), sum(both))
+
+
+@pytest.mark.parametrize(("engine", "gamma"), [("serial", 1.0), ("lanes", 1.0), ("lanes", 0.4)])
+def test_runs_are_those_of_a_plain_loop(engine, gamma):
+    """Two rounds of full-batch clients on the digits; most have samples of a few classes only."""
+    config = Config(method="fedrod", clients=5, participation=1.0, rounds=2, epochs=2, batch_size=2000, lr=0.1,
+                    precision="fp64", model="mlp", engine=engine, device="cpu", options={"gamma": gamma})  # fmt: skip
+    federation = Federation(config)
+    data, model = federation.data, federation.model
+    shared = list(model.layout.views(model.initial(config.seed).double()).values())  # W, b, and G's
+    heads = [shared[2:] for _ in range(5)]
+    sizes = torch.tensor([len(data.targets(client, "train")) for client in range(5)]).double()
+    assert len(set(sizes.tolist())) > 1
+    for _ in range(2):
+        trained = []
+        for client in range(5):
+            x, y = data.inputs(client, "train").flatten(1), data.targets(client, "train")
+            raised = torch.bincount(y, minlength=10).double() ** gamma
+            now, mine = list(shared), heads[client]
+            for _ in range(2):
+                now, mine = ([one.detach().requires_grad_() for one in many] for many in (now, mine))
+                hidden = torch.relu(x @ now[0].T + now[1])
+                generic = hidden @ now[2].T + now[3]
+                odds = raised * generic.exp()
+                balanced = -(odds / odds.sum(dim=1, keepdim=True))[range(len(y)), y].log().mean()
+                personal = generic.detach() + hidden.detach() @ mine[0].T + mine[1]
+                joint = torch.nn.functional.cross_entropy(personal, y)
+                now = [one - 0.1 * slope for one, slope in zip(now, torch.autograd.grad(balanced, now), strict=True)]
+                mine = [one - 0.1 * slope for one, slope in zip(mine, torch.autograd.grad(joint, mine), strict=True)]
+            trained.append([one.detach() for one in now])
+            heads[client] = [one.detach() for one in mine]
+        shared = [sum(size * one for size, one in zip(sizes, many, strict=True)) / sizes.sum()
+                  for many in zip(*trained, strict=True)]  # fmt: skip
+    result = federation.run()
+    for found, expected in zip(result.state_dict().values(), shared, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    for client in range(5):
+        expected = [*shared[:2], shared[2] + heads[client][0], shared[3] + heads[client][1]]
+        for found, one in zip(result.state_dict(client).values(), expected, strict=True):
+            torch.testing.assert_close(found, one, rtol=0, atol=1e-10)
+    assert result.bytes.down_per_round == result.bytes.up_per_round == 5 * 8 * model.layout.size
+    assert result.personal.min == result.personal.max == 10 * 128 + 10

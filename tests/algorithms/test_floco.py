@@ -1,0 +1,295 @@
+"""FLOCO: the simplex, the draws, the projection against scikit-learn and SciPy, and whole runs against a plain loop."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import brentq
+from scipy.spatial.distance import pdist
+from sklearn.decomposition import PCA
+from walk import moment, row, walk
+
+from fedobp import Config, Federation
+from fedobp.algorithms import METHODS, Batch, Client, Train, floco
+from fedobp.engine.schedule import step_key
+from fedobp.federation import cohorts
+from fedobp.keys import Purpose, fold, uniform
+from fedobp.models import Model
+
+METHOD = METHODS["floco"](endpoints=3, tau=2)
+MODEL = Model("mlp", (4,), 3)
+THETA = MODEL.initial(1).double()
+WEIGHT = MODEL.layout.mask(lambda name: name == "classifier.weight")
+CENTRE = torch.tensor([0.2, 0.5, 0.3]).double()
+
+
+def rows(count, width, seed=0, dtype=torch.float64):
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+# The projection
+
+
+@pytest.mark.parametrize(("clients", "width", "count"), [(9, 40, 4), (9, 5, 5), (30, 7, 3), (5, 200, 5)])
+def test_components_are_those_of_scikit_learn_with_the_largest_value_positive(clients, width, count):
+    data = rows(clients, width)
+    found, expected = floco.principal(data, count).numpy(), PCA(count, svd_solver="full").fit_transform(data.numpy())
+    kept = [at for at in range(count) if np.abs(expected[:, at]).max() > 1e-9]  # 5 centred rows span 4 directions
+    for at in kept:
+        largest = np.abs(expected[:, at]).argmax()
+        np.testing.assert_allclose(found[:, at], expected[:, at] * np.sign(expected[largest, at]), atol=1e-10)
+    assert np.abs(np.delete(found, kept, axis=1)).max(initial=0) < 1e-9
+
+
+def test_components_that_the_clients_do_not_span_are_0():
+    found = floco.principal(rows(3, 50), 6)
+    assert found.shape == (3, 6)
+    assert found[:, 2:].abs().max() < 1e-12
+    assert floco.principal(rows(1, 50), 4).eq(0).all()
+
+
+def test_rounding_does_not_choose_a_sign():
+    """Of two clients, each is as far from their middle as the other."""
+    for seed in range(20):
+        pair, noise = rows(2, 30, seed), 1e-15 * rows(2, 30, seed + 100)
+        found = floco.principal(pair, 2)
+        assert found[0, 0] > 0 > found[1, 0]
+        torch.testing.assert_close(floco.principal(pair + noise, 2), found, rtol=0, atol=1e-12)
+
+
+def nearest(point, z):
+    """The Euclidean projection, by a root search for the shift."""
+    shift = brentq(lambda t: np.maximum(point - t, 0).sum() - z, point.min() - z, point.max(), xtol=1e-15)
+    return np.maximum(point - shift, 0)
+
+
+@pytest.mark.parametrize("z", [1e-4, 0.3, 1.0])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 50.0])
+def test_projection_onto_a_simplex_is_that_of_a_root_search(z, scale):
+    points = scale * rows(20, 6)
+    found = floco.to_simplex(points, torch.tensor(z, dtype=torch.float64))
+    np.testing.assert_allclose(found, [nearest(point, z) for point in points.numpy()], atol=1e-12 * max(1, scale))
+    assert found.ge(0).all()
+
+
+def test_points_of_the_simplex_stay_and_equal_coordinates_share():
+    point = torch.tensor([[0.2, 0.0, 0.8], [3.0, 3.0, 3.0], [9.0, 0.0, 0.0]]).double()
+    expected = [[0.2, 0, 0.8], [1 / 3, 1 / 3, 1 / 3], [1, 0, 0]]
+    np.testing.assert_allclose(floco.to_simplex(point, torch.tensor(1.0)), expected, atol=1e-15)
+
+
+def placed(points):
+    """The search, one z and one client at a time."""
+    found = [np.array([nearest(point, z) / z for point in points]) for z in np.linspace(1e-4, 1, 1000)]
+    energy = [math.log(sum(1 / max(distance, 1e-4) ** 2 for distance in pdist(one))) for one in found]
+    return next(one for one, value in zip(found, energy, strict=True) if value <= min(energy) + 1e-12)
+
+
+@pytest.mark.parametrize(("scale", "seed"), [(0.05, 0), (0.3, 1), (2.0, 2)])
+def test_the_search_finds_the_least_energy(scale, seed):
+    points = scale * rows(4, 3, seed)
+    found = floco.spread(points)
+    np.testing.assert_allclose(found, placed(points.numpy()), atol=1e-8)
+    np.testing.assert_allclose(found.sum(dim=1), 1)
+
+
+def test_those_who_cannot_be_told_apart_stay_in_the_middle():
+    for clients in (1, 4):
+        same = rows(1, 30).expand(clients, -1)
+        torch.testing.assert_close(floco.spread(floco.principal(same, 5)), torch.full((clients, 5), 0.2).double())
+
+
+# Training
+
+
+@pytest.fixture
+def points(monkeypatch):
+    """The points that a loss draws for many keys."""
+
+    def draw(loss, rho=0.1, count=2000):
+        seen = []
+        monkeypatch.setattr(floco, "loss_at", lambda model, client, batch, point: seen.append(point))
+        client = Client({}, {}, {"centre": CENTRE}, {}, {"rho": torch.tensor(rho).double()})
+        for key in fold(1, torch.arange(count)):
+            loss(None, client, Batch(*[torch.zeros(1)] * 3, key, torch.tensor(0), torch.tensor(0)))
+        return torch.stack(seen)
+
+    return draw
+
+
+def test_before_tau_points_are_uniform_on_the_simplex(points):
+    found = points(floco.simplex_loss)
+    assert found.gt(0).all()
+    torch.testing.assert_close(found.sum(dim=1), torch.ones(2000).double())
+    assert torch.allclose(found.mean(dim=0), torch.tensor(1 / 3).double(), atol=0.02)
+    # Uniform (Dirichlet of ones): a coordinate is below c with probability 1 - (1 - c)^2.
+    for c in (0.1, 0.5, 0.9):
+        assert (found < c).double().mean() == pytest.approx(1 - (1 - c) ** 2, abs=0.02)
+
+
+def test_after_tau_points_lie_within_rho_of_the_centre(points):
+    found = points(floco.region_loss) - CENTRE
+    distance = found.abs().sum(dim=1)
+    assert distance.max() <= 0.1
+    assert torch.histc(distance, 4, 0, 0.1).sub(500).abs().max() < 80  # the radius is uniform
+    assert found.mean(dim=0).abs().max() < 0.002
+    assert found.gt(0).double().mean() == pytest.approx(0.5, abs=0.02)
+    torch.testing.assert_close(points(floco.region_loss, rho=0.2) - CENTRE, 2 * found)
+
+
+def test_the_loss_is_that_of_the_mixed_model():
+    ends, x, y = rows(3, 3 * 128).flatten(), rows(4, 4, 5), torch.tensor([0, 2, 1, 1])
+    client = Client({}, {}, {"theta": THETA, "ends": ends, "centre": CENTRE}, {}, {})
+    weight = sum(share * end.view(3, 128) for share, end in zip(CENTRE, ends.split(3 * 128), strict=True))
+    theta = MODEL.with_head(THETA, weight, MODEL.head(THETA)[1])
+    expected = torch.nn.functional.cross_entropy(MODEL.logits(theta, x[:3]), y[:3])
+    padded = Batch(x, y, torch.tensor([1.0, 1, 1, 0]).double(), *[torch.tensor(0)] * 3)
+    torch.testing.assert_close(floco.loss_at(MODEL, client, padded, CENTRE), expected)
+
+
+# Rounds
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_endpoints_are_drawn_from_the_seed(dtype):
+    theta = THETA.to(dtype)
+    server, record, own = METHODS["floco"]().begin(MODEL, theta, 7)
+    assert server["theta"].equal(theta)
+    ends = server["ends"].view(20, 3, 128)
+    assert ends.dtype == record["centre"].dtype == dtype
+    assert float(ends.std()) == pytest.approx(math.sqrt(2 / (3 + 128)), rel=0.05)
+    assert len(ends.unique()) > 7000
+    assert record["centre"].tolist() == pytest.approx([0.05] * 20)
+    assert own == {}
+    assert METHODS["floco"]().begin(MODEL, theta, 7).server["ends"].equal(server["ends"])
+    assert not METHODS["floco"]().begin(MODEL, theta, 8).server["ends"].equal(server["ends"])
+
+
+def visit(server, record, round, steps):
+    """A round of two clients with one and three samples, whose training adds `steps` to all but the endpoints."""
+    now = moment(0, 1, round=round)
+    down, record = METHOD.send(MODEL, now, server, record)
+    assert sorted(down) == ["centre", "ends", "rest"]
+    states = [walk(MODEL, METHOD.local(MODEL, now), {}, row(down, at), [step])[0] for at, step in enumerate(steps)]
+    assert all(sorted(state.up) == ["ends", "rest"] for state in states)
+    up = {name: torch.stack([state.up[name] for state in states]) for name in ("rest", "ends")}
+    up["ends"] += torch.stack(steps)[:, :1]  # `walk` moves the first vector only
+    return states, METHOD.receive(MODEL, now, server, record, up, torch.tensor([1, 3]))
+
+
+def test_three_rounds_by_hand():
+    start = METHOD.begin(MODEL, THETA, 0)
+    record = {"centre": start.row["centre"].repeat(2, 1)}
+    steps = [torch.full_like(THETA, 4.0), torch.zeros_like(THETA)]
+    states, (server, record) = visit(start.server, record, 1, steps)
+    ends = start.server["ends"].view(3, -1)
+    torch.testing.assert_close(states[0].theta[WEIGHT], ends.mean(dim=0))  # the last local model is at the centre
+    torch.testing.assert_close(states[0].theta[~WEIGHT], THETA[~WEIGHT] + 4)
+    torch.testing.assert_close(server["ends"], ends.flatten() + 1)
+    torch.testing.assert_close(server["theta"][~WEIGHT], THETA[~WEIGHT] + 1)
+    torch.testing.assert_close(server["theta"][WEIGHT], ends.mean(dim=0) + 1)
+    assert record["centre"].eq(1 / 3).all()
+    _, (after, record) = visit(server, record, 2, steps)
+    assert all(after[name].equal(server[name]) for name in server)  # the projection leaves the model as it is
+    expected = placed(np.array([[1.0, 0, 0], [-1, 0, 0]]) * 2 * math.sqrt(3 * 3 * 128))  # 4 apart in every entry
+    np.testing.assert_allclose(record["centre"], expected, atol=1e-8)
+    states, _ = visit(after, record, 3, steps)
+    for at, state in enumerate(states):
+        weight = sum(share * end for share, end in zip(record["centre"][at], after["ends"].view(3, -1), strict=True))
+        torch.testing.assert_close(state.theta[WEIGHT], weight)
+
+
+@pytest.mark.parametrize(("round", "loss", "mine"),
+                         [(1, "simplex_loss", 0), (2, "simplex_loss", 384), (3, "region_loss", 384)])  # fmt: skip
+def test_programs_change_at_tau(round, loss, mine):
+    now = moment(0, 1, round=round)
+    [phase] = [item for item in METHOD.local(MODEL, now) if isinstance(item, Train)]
+    assert phase == Train(5, learn=("theta", "ends"), loss=getattr(floco, loss))
+    ends = rows(3, 384).flatten()
+    down = {"rest": THETA[~WEIGHT], "ends": ends, "centre": CENTRE}
+    served, _ = walk(MODEL, METHOD.serve(MODEL, now), {}, down, [])
+    assert int(served.work.get("mine", torch.zeros(1)).sum()) == mine
+    torch.testing.assert_close(served.theta[WEIGHT], CENTRE @ ends.view(3, -1))
+    assert served.theta[~WEIGHT].equal(THETA[~WEIGHT])
+
+
+@pytest.mark.parametrize(("options", "endpoints", "rho", "tau"), [
+    ({}, 20, 0.01, {400: 200, 7: 3, 2: 1}),
+    ({"mode": "as-published"}, 10, 0.1, {400: 10, 10: 10}),
+    ({"mode": "as-published", "endpoints": 4, "rho": 0.5, "tau": 3}, 4, 0.5, {400: 3, 3: 3}),
+])  # fmt: skip
+def test_modes_and_options(options, endpoints, rho, tau):
+    method = METHODS["floco"].configure(options)
+    assert len(method.begin(MODEL, THETA, 0).row["centre"]) == endpoints
+    assert method.floats() == {"rho": rho}
+    for rounds, at in tau.items():
+        assert [round for round in range(1, rounds + 1) if method.everyone(round, rounds)] == [at]
+
+
+@pytest.mark.parametrize(("options", "rounds"), [({}, 1), ({"mode": "as-published"}, 9), ({"tau": 6}, 5)])
+def test_where_tau_never_comes_everyone_stays_in_the_middle(options, rounds):
+    method = METHODS["floco"].configure(options)
+    for round in range(1, rounds + 1):
+        now = replace(moment(0, 1, round=round), rounds=rounds)
+        assert not method.everyone(round, rounds)
+        assert method.local(MODEL, now)[1].loss is floco.simplex_loss
+        assert floco.mark_weight not in method.serve(MODEL, now)
+
+
+@pytest.mark.parametrize("engine", ["serial", "lanes"])
+def test_runs_are_those_of_a_plain_loop(engine):
+    """A round before the projection, the projection, and one after it, of full-batch clients on the digits."""
+    clients, count, rho = 4, 3, 0.4
+    config = Config(method="floco", clients=clients, participation=0.5, rounds=3, epochs=2, batch_size=2000, lr=0.1,
+                    precision="fp64", model="mlp", engine=engine, device="cpu",
+                    options={"endpoints": count, "tau": 2, "rho": rho})  # fmt: skip
+    federation = Federation(config)
+    result, data, model = federation.run(), federation.data, federation.model
+    views = model.layout.views(model.initial(config.seed).double())
+    drawn = METHODS["floco"].configure(config.options).begin(model, model.initial(config.seed).double(), config.seed)
+    shared = [views["fc1.weight"], views["fc1.bias"], views["classifier.bias"],
+              *drawn.server["ends"].view(count, 10, 128)]  # fmt: skip
+    centres = [np.full(count, 1 / count)] * clients
+
+    def trained(client, round):
+        x, y = data.inputs(client, "train").flatten(1), data.targets(client, "train")
+        key, now = fold(fold(config.seed, round, client, Purpose.TRAIN), 1), shared
+        for epoch in range(2):
+            now = [one.detach().requires_grad_() for one in now]
+            draw = step_key(key, epoch, 0)
+            if round < 3:
+                shares = [-math.log(number) for number in uniform(draw, count).tolist()]
+                point = [share / sum(shares) for share in shares]
+            else:
+                radius, *sides = uniform(draw, count + 1).tolist()
+                length = sum(abs(2 * side - 1) for side in sides)
+                point = [centre + rho * radius * (2 * side - 1) / length
+                         for centre, side in zip(centres[client], sides, strict=True)]  # fmt: skip
+            weight = sum(share * end for share, end in zip(point, now[3:], strict=True))
+            logits = torch.relu(x @ now[0].T + now[1]) @ weight.T + now[2]
+            slopes = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, y), now)
+            now = [one - 0.1 * slope for one, slope in zip(now, slopes, strict=True)]
+        return len(y), [one.detach() for one in now]
+
+    for round in (1, 3):
+        if round == 3:  # first comes round 2, which everyone spends on the projection
+            ends = np.stack([torch.cat([end.flatten() for end in trained(client, 2)[1][3:]]).numpy()
+                             for client in range(clients)])  # fmt: skip
+            scores = PCA(count, svd_solver="full").fit_transform(ends)
+            centres = placed(scores * np.sign(scores[np.abs(scores).argmax(axis=0), range(count)]))
+        cohort = list(cohorts(config))[round - 1].tolist()
+        sizes, models = zip(*[trained(client, round) for client in cohort], strict=True)
+        shared = [sum(size * one for size, one in zip(sizes, many, strict=True)) / sum(sizes)
+                  for many in zip(*models, strict=True)]  # fmt: skip
+
+    for client in (None, *range(clients)):
+        point = [1 / count] * count if client is None else centres[client]
+        weight = sum(share * end for share, end in zip(point, shared[3:], strict=True))
+        for found, expected in zip(result.state_dict(client).values(), [*shared[:2], weight, shared[2]], strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    visits, entries = 2 + clients + 2, model.layout.size + (count - 1) * 1280
+    assert result.bytes.up_total == visits * 8 * entries
+    assert result.bytes.down_total == visits * 8 * (entries + count)
+    assert result.personal.min == result.personal.max == 1280

@@ -1,0 +1,178 @@
+"""pFedSim: similarities and mixtures worked out by hand, and whole runs against a plain loop."""
+
+import math
+from collections import OrderedDict
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from walk import vector, walk
+
+from fedobp import Config, Federation
+from fedobp.algorithms import METHODS, Moment, Train
+from fedobp.algorithms.pfedsim import alikeness, shares
+from fedobp.errors import FedobpError
+from fedobp.federation import cohorts
+from fedobp.models import NETS, Model
+
+METHOD = METHODS["pfedsim"](rho=0.25)
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """Entries: fc.weight 0 and 1, classifier.weight 2 to 5 (two rows of two), classifier.bias 6 and 7."""
+    layers = {"fc": lambda: nn.Linear(1, 2, bias=False), "classifier": lambda: nn.Linear(2, 2)}
+    build = lambda shape, classes: nn.Sequential(OrderedDict({k: make() for k, make in layers.items()}))  # noqa: E731
+    monkeypatch.setitem(NETS, "tiny", build)
+    return Model("tiny", (1,), 2)
+
+
+def moment(round, *cohort):
+    return Moment(round=round, rounds=4, clients=3, epochs=5, cohort=torch.tensor(cohort))
+
+
+def round_of(model, now, server, owns, *steps):
+    """Play a round; training adds `steps`. Return the server, and what each client was sent."""
+    down, rows = METHOD.send(model, now, server, {})
+    assert list(down) == ["theta"]
+    done = []
+    for at, (client, step) in enumerate(zip(now.cohort.tolist(), steps, strict=True)):
+        state, phases = walk(model, METHOD.local(model, now), owns[client], {"theta": down["theta"][at]}, [step])
+        assert phases == [Train(5)]
+        assert list(state.up) == ["theta"]
+        owns[client] = state.own
+        done.append(state.up["theta"])
+    server, rows = METHOD.receive(model, now, server, rows, {"theta": torch.stack(done)}, torch.tensor([1, 3]))
+    assert rows == {}
+    return server, down["theta"]
+
+
+def test_four_rounds_by_hand(model):
+    theta = vector(1, 1, 1, 0, 1, 0, 7, 7)
+    server, rows, own = METHOD.begin(model, theta, 0)
+    assert rows == {}
+    owns = [own] * 3
+    # Round 1 is FedAvg's: sizes count.
+    server, _ = round_of(model, moment(1, 0, 1), server, owns, vector(4, *[0] * 7), vector(0, 4, *[0] * 6))
+    start = [2, 4, 1, 0, 1, 0, 7, 7]
+    assert server["theta"].tolist() == start
+    assert list(server) == ["theta"]
+    assert not any(own["seen"] for own in owns)
+    # Round 2: everyone's own model is that of the warm-up; sizes count no more.
+    turn = vector(10, 0, 0, 0, -1, 1, 1, 1)  # the second row turns from (1, 0) to (0, 1)
+    server, sent = round_of(model, moment(2, 0, 1), server, owns, turn, vector(-10, 0, 0, 0, 0, 0, 0, 0))
+    assert sent.tolist() == [start, start]
+    models = [[12, 4, 1, 0, 0, 1, 8, 8], [-8, 4, 1, 0, 1, 0, 7, 7], start]
+    assert server["models"].tolist() == models
+    assert server["theta"].tolist() == start
+    assert torch.allclose(server["alike"], torch.tensor([[0.9999, 0.5, 0], [0.5, 0.9999, 0], [0, 0, 0.9999]]))
+    # Round 3: client 1 gets a mean of the bases of 0 and itself, client 2 its own; heads are their own.
+    server, sent = round_of(model, moment(3, 1, 2), server, owns, torch.zeros(8), torch.zeros(8))
+    weight = math.log(2) / (math.log(2) + math.log(10_000))
+    mixed = [12 * weight - 8 * (1 - weight), 4, *models[1][2:]]
+    assert sent[0].tolist() == pytest.approx(mixed, rel=1e-5)  # 1 - 0.9999 in float32
+    assert sent[1].tolist() == start
+    # 1 and 2 have equal heads, and are as much alike as one is like oneself; 0 and 1 keep what was known.
+    expected = torch.tensor([[0.9999, 0.5, 0], [0.5, 0.9999, 0.9999], [0, 0.9999, 0.9999]])
+    assert torch.allclose(server["alike"], expected)
+    assert server["models"][0].tolist() == models[0]
+    assert server["models"][1].equal(sent[0])
+    # At test everyone has what it stored; a client that has stored nothing has the warm-up's model.
+    now = moment(4, 0, 1, 2)
+    down, _ = METHOD.send(model, now, server, {})
+    for client, expected in ((0, models[0]), (1, mixed)):
+        served, _ = walk(model, METHOD.serve(model, now), owns[client], {"theta": down["theta"][client]}, [])
+        assert served.theta.tolist() == pytest.approx(expected, rel=1e-5)
+        assert served.work["mine"].all()
+    served, _ = walk(model, METHOD.serve(model, now), own, {"theta": down["theta"][2]}, [])
+    assert not served.work["mine"].any()
+    served, _ = walk(model, METHOD.serve(model, moment(1, 0)), own, {"theta": theta}, [])
+    assert served.theta.equal(theta)
+    assert "mine" not in served.work
+
+
+def test_alikeness_is_the_mean_cosine_of_rows_between_0_and_that_of_equals():
+    heads = torch.tensor([[[3.0, 4.0], [1.0, 0.0]], [[4.0, 3.0], [5.0, 0.0]], [[-3.0, -4.0], [0.0, 0.0]]])
+    found = alikeness(heads)
+    assert torch.allclose(found, torch.tensor([[0.9999, 0.98, 0], [0.98, 0.9999, 0], [0, 0, 0.5]]))
+    assert torch.allclose(alikeness(7 * heads), found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_shares_of_equal_clients_are_equal_and_finite(dtype):
+    alike = alikeness(torch.ones(4, 3, 2, dtype=dtype))
+    assert shares(alike).dtype == dtype
+    assert torch.allclose(shares(alike), torch.full((4, 4), 0.25, dtype=dtype))
+    lonely = shares(torch.tensor([0.9999, 0, 0], dtype=dtype))
+    assert lonely.tolist() == [1, 0, 0]
+
+
+def test_the_warm_up_is_a_share_of_the_rounds():
+    for rho, rounds, first in ((0.5, 4, 3), (0.5, 5, 3), (0.0, 4, 1), (1.0, 4, 5)):
+        method = METHODS["pfedsim"](rho=rho)
+        when = [method.personal(replace(moment(at, 0), rounds=rounds)) for at in range(1, rounds + 1)]
+        assert when == [at >= first for at in range(1, rounds + 1)]
+    assert METHODS["pfedsim"]().rho == 0.5
+    with pytest.raises(FedobpError, match="'rho' of pfedsim must be between"):
+        METHODS["pfedsim"].configure({"rho": 1.5})
+
+
+def flat(state):
+    return torch.cat([tensor.flatten() for tensor in state.values()])
+
+
+def test_a_run_of_nothing_but_warm_up_is_fedavg():
+    federation = Federation(Config(clients=5, rounds=2, participation=0.4, epochs=1, model="mlp", device="cpu"))
+    ours, fedavg = federation.run("pfedsim", rho=1.0), federation.run("fedavg")
+    assert flat(ours.state_dict()).equal(flat(fedavg.state_dict()))
+    assert (ours.accuracy, ours.personal, ours.bytes) == (fedavg.accuracy, fedavg.personal, fedavg.bytes)
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.4])
+def test_runs_are_those_of_a_plain_loop(rho):
+    """Rounds of full-batch clients on the digits, coded again without the library's engines."""
+    config = Config(method="pfedsim", clients=5, participation=0.6, rounds=5, epochs=2, batch_size=2000, lr=0.1,
+                    precision="fp64", model="mlp", partition="iid", device="cpu", options={"rho": rho})  # fmt: skip
+    federation = Federation(config)
+    data, model = federation.data, federation.model
+    theta = {name: tensor.double() for name, tensor in model.layout.views(model.initial(config.seed)).items()}
+    models, alike = None, {}
+    for round, cohort in enumerate(cohorts(config), start=1):
+        cohort, warm = cohort.tolist(), round <= rho * 5
+        if not warm and models is None:
+            models = [theta] * 5
+        trained = []
+        for i in cohort:
+            start = theta if warm else dict(models[i])
+            if not warm:
+                weights = [-math.log(1 - (0.9999 if i == j else min(alike.get((i, j), 0.0), 0.9999))) for j in range(5)]
+                for name in start:
+                    if not name.startswith("classifier"):
+                        parts = [weights[j] * models[j][name] for j in range(5)]
+                        start[name] = torch.stack(parts).sum(dim=0) / sum(weights)
+            w = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
+            optimizer = torch.optim.SGD(w.values(), 0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                logits = torch.func.functional_call(model.structure, w, data.inputs(i, "train"))
+                nn.functional.cross_entropy(logits, data.targets(i, "train")).backward()
+                optimizer.step()
+            trained.append({name: tensor.detach() for name, tensor in w.items()})
+        if warm:
+            n = [data.size(i, "train") for i in cohort]
+            theta = {k: sum(a * one[k] for a, one in zip(n, trained, strict=True)) / sum(n) for k in theta}
+            continue
+        for i, one in zip(cohort, trained, strict=True):
+            models[i] = one
+        for i in cohort:
+            for j in set(cohort) - {i}:
+                rows = zip(models[i]["classifier.weight"], models[j]["classifier.weight"], strict=True)
+                alike[i, j] = max(0, sum(float(a @ b / (a.norm() * b.norm())) for a, b in rows) / 10)
+    assert 0.5 < min(alike.values()) < max(alike.values()) < 0.9999
+    for engine in ("serial", "lanes"):
+        result = Federation(replace(config, engine=engine), beside=federation).run()
+        torch.testing.assert_close(flat(result.state_dict()), flat(theta), rtol=0, atol=1e-10)
+        for client in range(5):
+            torch.testing.assert_close(flat(result.state_dict(client)), flat(models[client]), rtol=0, atol=1e-10)
+        assert result.bytes.down_per_round == result.bytes.up_per_round == 3 * 8 * model.layout.size
