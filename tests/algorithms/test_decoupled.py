@@ -169,7 +169,7 @@ def merged(method, total, n, theta, **own):
     work = {"theta": own["theta"], "score": total}
     client = Client(own, {"theta": theta}, work, {}, {}, {"n": torch.tensor(n)})
     take, sweep, merge = method.serve(TINY, moment(0))
-    assert (take, sweep) == (take_own, Sweep(STEPS[method.score]))
+    assert (take, sweep) == (take_own, Sweep(STEPS[method.score], per_sample=method.score != "fisher-batch"))
     return merge(TINY, client)
 
 

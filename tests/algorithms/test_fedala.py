@@ -38,7 +38,7 @@ def top_of(method, theta):
 
 def held(method, local=LOCAL, weight=1.0, started=False):
     top = top_of(method, local)
-    return {"top": top, "weight": torch.full_like(top, weight), "started": torch.tensor(started)}
+    return {"top": top, "mixing": torch.full_like(top, weight), "started": torch.tensor(started)}
 
 
 def plain_weights(method, weight, batches, started):
@@ -92,7 +92,7 @@ def test_a_visit_is_that_of_a_plain_loop(options, weight, batches, started, epoc
     done, sweeps = visit(MODEL, method.local(MODEL, NOW), own, {"theta": GLOBAL}, hp, batches, step=0.5)
     assert sweeps == [epochs]
     torch.testing.assert_close(done.theta, mixed + 0.5, rtol=0, atol=1e-12)
-    torch.testing.assert_close(done.own["weight"], weights, rtol=0, atol=1e-12)
+    torch.testing.assert_close(done.own["mixing"], weights, rtol=0, atol=1e-12)
     assert done.own["top"].equal(top_of(method, done.theta))
     assert bool(done.own["started"])
     assert list(done.up) == ["theta"]
@@ -119,7 +119,7 @@ def test_equal_models_teach_nothing_and_are_no_first_time():
     done, sweeps = visit(MODEL, method.local(MODEL, NOW), own, row(down, 0), numbers(eta=1.0), still, step=0.5)
     assert sweeps == [0]
     assert done.theta.equal(THETA + 0.5)
-    assert done.own["weight"].eq(1).all()
+    assert done.own["mixing"].eq(1).all()
     assert not bool(done.own["started"])
 
 
@@ -128,7 +128,7 @@ def test_a_client_without_samples_mixes_with_the_weights_that_it_has():
     own = held(method, weight=0.25)
     done, _ = visit(MODEL, method.local(MODEL, NOW), own, {"theta": GLOBAL}, numbers(eta=1.0), lambda _: [])
     torch.testing.assert_close(done.own["top"], top_of(method, LOCAL) * 0.75 + top * 0.25)
-    assert done.own["weight"].eq(0.25).all()
+    assert done.own["mixing"].eq(0.25).all()
     assert not bool(done.own["started"])
 
 
@@ -164,26 +164,26 @@ def test_as_published_each_client_goes_on_from_the_one_before():
     server, _, own = PUBLISHED.begin(MODEL, THETA, 0)
     assert own == {}
     server, first, got, epochs = turn(server, 0, 1, 1, step=0.5)
-    assert (sorted(got), epochs) == (["begun", "theta", "top", "weight"], [0])
+    assert (sorted(got), epochs) == (["mixing", "start", "theta", "top"], [0])
     assert first.equal(THETA + 0.5)
     server, second, got, epochs = turn(server, 1, 1, 3, step=-0.25)
     assert epochs == [1]  # the first client's models were equal, and that was the first time for everyone
-    assert got["begun"].equal(THETA)  # this round's model, not yet the mean
+    assert got["start"].equal(THETA)  # this round's model, not yet the mean
     assert got["top"].equal(top_of(PUBLISHED, first))
     below = len(THETA) - len(got["top"])
     assert second[:below].equal(THETA[:below] - 0.25)
     assert not torch.allclose(second, THETA - 0.25)
     mean = (first + 3 * second) / 4
     torch.testing.assert_close(server["theta"], mean, rtol=0, atol=1e-12)
-    assert not server["weight"].eq(1).all()
-    weights = server["weight"]
+    assert not server["mixing"].eq(1).all()
+    weights = server["mixing"]
     server, third, got, _ = turn(server, 0, 2, 0, step=0.0)  # nobody's samples: only what leaks goes on
-    torch.testing.assert_close(got["begun"], mean, rtol=0, atol=1e-12)
+    torch.testing.assert_close(got["start"], mean, rtol=0, atol=1e-12)
     assert got["top"].equal(top_of(PUBLISHED, second))
-    assert server["weight"].equal(weights)
+    assert server["mixing"].equal(weights)
     torch.testing.assert_close(server["theta"], mean, rtol=0, atol=1e-12)
     server, fourth, got, _ = turn(server, 1, 2, 7, step=1.0)
-    torch.testing.assert_close(got["begun"], mean, rtol=0, atol=1e-12)
+    torch.testing.assert_close(got["start"], mean, rtol=0, atol=1e-12)
     assert got["top"].equal(top_of(PUBLISHED, third))
     assert server["theta"].equal(fourth)
 

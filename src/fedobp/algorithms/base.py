@@ -126,6 +126,7 @@ class Sweep:
     fraction: float = 1.0  # of the samples, drawn once a phase
     smallest: int = 1  # batches with fewer samples are skipped; training skips those of one
     whole: bool = False  # all samples are one batch
+    per_sample: bool = False  # whether a step holds a gradient of every sample, for which engines make room
 
 
 Program = Sequence[Train | Sweep | Callable[[Model, Client], Client]]

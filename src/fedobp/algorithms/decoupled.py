@@ -161,7 +161,9 @@ class Decoupled(FedOBP):
 
     def serve(self, model: Model, now: Moment) -> Program:
         """Eq. 9: use the merged model, after scoring one's own last one if that is the client's work."""
-        return [take_own, Sweep(STEPS[self.score]), self._merge] if self.at_client else super().serve(model, now)
+        if not self.at_client:
+            return super().serve(model, now)
+        return [take_own, Sweep(STEPS[self.score], per_sample=self.score != "fisher-batch"), self._merge]
 
     def _merge(self, model: Model, client: Client) -> Client:
         """Eq. 7 and 9 on the client, whose record is `own`; without samples all scores are 0, and nothing is kept."""

@@ -41,6 +41,7 @@ from fedobp.algorithms.base import (
     to_all,
 )
 from fedobp.algorithms.fedavg import FedAvg, take_global
+from fedobp.algorithms.turns import after_turn, before_turns, round_start
 from fedobp.models import Model
 
 _SHARE = 0.8  # of the data, to learn W
@@ -49,9 +50,9 @@ _LOOK_BACK = 10  # epochs whose losses must agree
 _SETTLED = 0.1  # the standard deviation at which they do
 
 
-def take_begun(model: Model, client: Client) -> Client:
+def take_start(model: Model, client: Client) -> Client:
     """Start from the global model as it was when the round began, whoever has trained since."""
-    return client.set(theta=dense(client.down, "begun"))
+    return client.set(theta=dense(client.down, "start"))
 
 
 def goes_on(model: Model, client: Client) -> Tensor:
@@ -86,24 +87,23 @@ class FedALA(FedAvg):
     def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
         """W starts at 1, which is the global model; the local one at theta^0."""
         _, top = self._split(model, theta)
-        state = {"top": top, "weight": torch.ones_like(top)}
         if self.together:
-            return Start({"theta": theta}, {}, {**state, "started": theta.new_zeros((), dtype=torch.bool)})
-        books = {name: theta.new_zeros((), dtype=torch.int64) for name in ("round", "n")}
-        return Start({"theta": theta, "begun": theta, **state, **books}, {}, {})
+            never = theta.new_zeros((), dtype=torch.bool)
+            return Start({"theta": theta}, {}, {"top": top, "mixing": torch.ones_like(top), "started": never})
+        books = before_turns(theta, theta.new_zeros((), dtype=torch.int64))
+        return Start({**books, "top": top, "mixing": torch.ones_like(top)}, {}, {})
 
     def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
         """Send the global model."""
         down, rows = super().send(model, now, server, rows)
         if self.together:
             return down, rows
-        begun = torch.where(server["round"] == now.round, server["begun"], server["theta"])
-        leaked = {"begun": begun, "top": server["top"], "weight": server["weight"]}
+        leaked = {"start": round_start(server, now), "top": server["top"], "mixing": server["mixing"]}
         return {**down, **{name: to_all(vector, now) for name, vector in leaked.items()}}, rows
 
     def local(self, model: Model, now: Moment) -> Program:
         """Mix, learning how, then train everything."""
-        take = take_global if self.together else take_begun
+        take = take_global if self.together else take_start
         return [take, self._mix, self._learning(), Train(now.epochs), self._keep]
 
     def receive(
@@ -112,18 +112,9 @@ class FedALA(FedAvg):
         """Average; where clients take turns, the mean grows with each of them."""
         if self.together:
             return super().receive(model, now, server, rows, up, n)
-        [theta], [weight] = dense(up, "theta"), dense(up, "weight")
-        same = server["round"] == now.round
-        total = torch.where(same, server["n"], 0) + n.sum()
-        share = n.sum().to(theta.dtype) / total.clamp(min=1)
-        return {
-            "theta": torch.lerp(server["theta"], theta, share),
-            "begun": torch.where(same, server["begun"], server["theta"]),
-            "top": self._split(model, theta)[1],
-            "weight": weight,
-            "round": torch.full_like(server["round"], now.round),
-            "n": total,
-        }, rows
+        [theta], [mixing] = dense(up, "theta"), dense(up, "mixing")
+        leaked = {"top": self._split(model, theta)[1], "mixing": mixing}
+        return {**after_turn(server, now, theta, n.sum()), **leaked}, rows
 
     def serve(self, model: Model, now: Moment) -> Program:
         """Mix, learning how, and use that."""
@@ -141,12 +132,12 @@ class FedALA(FedAvg):
         """Initialise as the paper does: the global model, and in its top the mixture with the weights so far."""
         below, shared = self._split(model, client.theta)
         held: Record = {**client.own} if self.together else client.down
-        top, weight = dense(held, "top"), dense(held, "weight")
+        top, mixing = dense(held, "top"), dense(held, "mixing")
         return client.set(
-            theta=torch.cat([below, torch.lerp(top, shared, weight)]),
+            theta=torch.cat([below, torch.lerp(top, shared, mixing)]),
             shared=shared,
             top=top,
-            weight=weight,
+            mixing=mixing,
             started=client.own.get("started", torch.ones_like(shared[0], dtype=torch.bool)),
             losses=shared.new_zeros(_LOOK_BACK),
             epochs=torch.zeros_like(client.data["n"]),
@@ -161,24 +152,24 @@ class FedALA(FedAvg):
             return batch.mean(functional.cross_entropy(logits, batch.y, reduction="none"))
 
         gradient, loss = grad_and_value(loss_of)(mixed)
-        weight = (work["weight"] - client.hp["eta"] * gradient * (work["shared"] - work["top"])).clamp(0, 1)
+        mixing = (work["mixing"] - client.hp["eta"] * gradient * (work["shared"] - work["top"])).clamp(0, 1)
         # An epoch's later batches write over its earlier ones, and an eleventh epoch over the first.
         here = torch.arange(_LOOK_BACK, device=loss.device) == batch.epoch % _LOOK_BACK
         return client.set(
-            theta=torch.cat([below, torch.lerp(work["top"], work["shared"], weight)]),
-            weight=weight,
-            losses=torch.where(here, loss.to(weight.dtype), work["losses"]),
+            theta=torch.cat([below, torch.lerp(work["top"], work["shared"], mixing)]),
+            mixing=mixing,
+            losses=torch.where(here, loss.to(mixing.dtype), work["losses"]),
             epochs=batch.epoch + 1,
         )
 
     def _keep(self, model: Model, client: Client) -> Client:
         """Keep the trained top and W, send the trained model."""
-        weight = client.work["weight"]
+        mixing = client.work["mixing"]
         if not self.together:
-            return client.upload(theta=client.theta, weight=weight)
+            return client.upload(theta=client.theta, mixing=mixing)
         started = client.own["started"] | (client.work["epochs"] > 0)
         _, top = self._split(model, client.theta)
-        return client.remember(top=top, weight=weight, started=started).upload(theta=client.theta)
+        return client.remember(top=top, mixing=mixing, started=started).upload(theta=client.theta)
 
     def _mark(self, model: Model, client: Client) -> Client:
         """Mark the top as the client's own."""

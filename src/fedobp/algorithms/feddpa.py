@@ -94,6 +94,9 @@ def shared_loss(model: Model, client: Client, batch: Batch) -> Tensor:
     return _fit(model, client, batch) + client.hp["level"] / 2 * apart
 
 
+FISHER = Sweep(measure, per_sample=True)
+
+
 @dataclass(frozen=True)
 class FedDPA(FedAvg):
     """A shared model, of which each client keeps the entries that its data know most about."""
@@ -138,13 +141,13 @@ class FedDPA(FedAvg):
     def local(self, model: Model, now: Moment) -> Program:
         """Measure, merge, train the personal entries and then the shared ones; send all."""
         if not self.together:
-            return [take_start, take_workers, Sweep(measure), self._merge, Train(now.epochs), keep_and_upload]
+            return [take_start, take_workers, FISHER, self._merge, Train(now.epochs), keep_and_upload]
         shared = min(self.shared_epochs, now.epochs)
         phases = (
             Train(now.epochs - shared, mask="personal", loss=personal_loss),
             Train(shared, mask="shared", loss=shared_loss),
         )
-        return [take_theta, take_own, Sweep(measure), self._merge, *phases, keep_and_upload]
+        return [take_theta, take_own, FISHER, self._merge, *phases, keep_and_upload]
 
     def receive(
         self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
@@ -157,7 +160,7 @@ class FedDPA(FedAvg):
 
     def serve(self, model: Model, now: Moment) -> Program:
         """Measure and merge."""
-        return [take_theta, take_own if self.together else take_workers, Sweep(measure), self._merge]
+        return [take_theta, take_own if self.together else take_workers, FISHER, self._merge]
 
     def _merge(self, model: Model, client: Client) -> Client:
         """Keep one's own values where the information is high; without samples there is none."""

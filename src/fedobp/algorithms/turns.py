@@ -25,6 +25,6 @@ def after_turn(server: Tensors, now: Moment, upload: Tensor, weight: Tensor) -> 
     """Take an upload into the round's mean with a weight, for the whole model or for each entry; 0 leaves it out."""
     total = torch.where(server["round"] == now.round, server["weight"], 0) + weight
     step = torch.where(weight > 0, weight.to(upload.dtype) / total, 0.0)
-    theta = server["theta"] + step * (upload - server["theta"])
+    theta = torch.lerp(server["theta"], upload, step)
     return {"theta": theta, "start": round_start(server, now), "weight": total,
             "round": torch.full_like(server["round"], now.round)}  # fmt: skip

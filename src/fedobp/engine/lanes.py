@@ -13,27 +13,28 @@ are one stack, and its steps are replayed from graphs.
 import math
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value, vmap
-from torch.nn import functional
+from torch.func import vmap
 
-from fedobp.algorithms import Batch, Client, Record, Sweep, Tensors, Train
-from fedobp.data import FederatedData, Split
+from fedobp.algorithms import Client, Record, Sweep, Tensors, Train
+from fedobp.data import Split
 from fedobp.engine.arithmetic import Precision, steady
 from fedobp.engine.cost import Cost, cost
-from fedobp.engine.fit import Rule, Stack, active, descend, move
+from fedobp.engine.fit import Stack, descend
 from fedobp.engine.graphs import Graphs
 from fedobp.engine.interface import Counters, Task, Trained
 from fedobp.engine.kernels import fused_for
-from fedobp.engine.schedule import SUBSET, batches_of, orders, share_of, step_key
+from fedobp.engine.phases import Done, Lane, Phase, first_lanes, rule_of
+from fedobp.engine.schedule import batches_of, orders, share_of
 from fedobp.engine.serial import last_models, poisoned, without_norms
 from fedobp.engine.stack import Columns, Forward, Grouped, stacked
+from fedobp.engine.vectorised import Vectorised, ids_of
 from fedobp.keys import Purpose, fold
 from fedobp.models import Model
 from fedobp.transfer import send
@@ -46,66 +47,7 @@ _STACK_LANES = 32
 _TEST_BATCH = 256
 
 T = TypeVar("T")
-Walk = Generator["_Phase", "_Done", tuple[Client, Tensor, int]]
-
-
-@dataclass(frozen=True)
-class _Phase:
-    """A `Train` or a `Sweep` at which one run's cohort stands."""
-
-    task: Task
-    item: Any
-    client: Any  # a `Client` with a leading axis; None where only the order of samples is asked for
-    keys: Tensor  # one a client; the epoch is not yet in it
-
-    @property
-    def options(self) -> Hashable:
-        """What every kind of training must share: the samples, and which terms its step has."""
-        item = self.item
-        terms = (item.mask is None, item.pull is None, item.drift is None)
-        return (self.task.people.data.x.data_ptr(), item.part, *terms)
-
-    @property
-    def kind(self) -> Hashable:
-        """Phases of one kind train together. What differs from lane to lane is not in it: numbers, epochs, data."""
-        item, client = self.item, self.client
-        if isinstance(item, Train) and item.loss is None:
-            return self.options
-        # A function may look at everything that a client has, so all of it must have the same names and shapes.
-        homes: dict[str, Mapping[str, Any]] = {"own": client.own, "down": client.down, "work": client.work}
-        seen = [(home, name, _shape(value)) for home, record in homes.items() for name, value in record.items()]
-        same = replace(item, epochs=0) if isinstance(item, Train) else item
-        terms = (type(item), *(_function(value) for value in vars(same).values()))
-        return (self.task.people.data.x.data_ptr(), terms, tuple(client.hp), tuple(seen))
-
-
-class _Done(NamedTuple):
-    """What a phase gave: changed scratch values, mean losses (NaN: none), each client's batches, and all samples."""
-
-    work: Tensors
-    loss: Tensor
-    steps: Tensor
-    seen: int
-
-
-def _function(value: Any) -> Hashable:
-    """Return what makes functions the same: a method is, on equal objects."""
-    return (value.__func__, value.__self__) if hasattr(value, "__func__") else value
-
-
-def _shape(value: Any) -> Hashable:
-    return tuple(value.shape[1:]) if isinstance(value, Tensor) else ("sparse", *value.keep.shape[1:])
-
-
-@dataclass(frozen=True)
-class _Lane:
-    """One client in a phase; `row` is its place in the cohort."""
-
-    phase: _Phase
-    row: int
-    client: int
-    n: int  # samples in use
-    steps: int  # of training; in a sweep, of one epoch
+Walk = Generator["Phase", "Done", tuple[Client, Tensor, int]]
 
 
 class Lanes:
@@ -117,6 +59,7 @@ class Lanes:
         self._forms: dict[str, Forward] = {"cpu": stacked(model, Grouped), "cuda": stacked(model, Columns)}
         self._graphs = Graphs(model.layout, self._forms["cuda"], self._low)
         self._fused: dict[torch.device, Fused | None] = {}
+        self._functions = Vectorised(model, batch, self._low)
         self._workers = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self._workers, "fedobp-lanes")
         self._costs: dict[tuple[str, torch.dtype], Cost] = {}
@@ -148,11 +91,11 @@ class Lanes:
         data = [task.people.data for task in tasks]
         if not data or not data[0].x.is_cuda:
             return
-        groups: dict[Hashable, list[_Phase]] = {}
+        groups: dict[Hashable, list[Phase]] = {}
         for task in tasks:
             items = ((at, item) for at, item in enumerate(task.program) if isinstance(item, Train))
             for at, item in islice(items, 1):
-                phase = _Phase(task, item, None, fold(_keys(task, Purpose.TRAIN), at))
+                phase = Phase(task, item, None, fold(_keys(task, Purpose.TRAIN), at))
                 groups.setdefault((phase.options, item.loss), []).append(phase)
         self._aside = self._aside or torch.cuda.Stream()
         self._ready.clear()
@@ -200,8 +143,8 @@ class Lanes:
                 ids = data.ids(clients[chosen[:lanes]], positions, split)
                 x = data.samples(ids.flatten()).unflatten(0, ids.shape)
                 if special:
-                    with self._autocast(x):
-                        logits = vmap(special)(_first(mine, lanes), x)
+                    with self._functions.autocast(x):
+                        logits = vmap(special)(first_lanes(mine, lanes), x)
                 else:
                     logits = self._logits({name: tensor[:lanes] for name, tensor in tensors.items()}, x)
                 found[there[:lanes], start : start + width] = logits.argmax(dim=2)
@@ -222,9 +165,9 @@ class Lanes:
         """Walk all programs side by side; those that wait at phases of one kind train together."""
         walks = [self._walk(task, purpose) for task in tasks]
         done: dict[int, tuple[Client, Tensor, int]] = {}
-        waiting: dict[int, _Phase] = {}
+        waiting: dict[int, Phase] = {}
 
-        def go_on(at: int, answer: _Done | None) -> None:
+        def go_on(at: int, answer: Done | None) -> None:
             try:
                 waiting[at] = next(walks[at]) if answer is None else walks[at].send(answer)
             except StopIteration as end:
@@ -259,7 +202,7 @@ class Lanes:
         )
         for at, item in enumerate(task.program):
             if isinstance(item, Train | Sweep):
-                done = yield _Phase(task, item, client, fold(keys, at))
+                done = yield Phase(task, item, client, fold(keys, at))
                 client = replace(client.set(**done.work), data={**client.data, "steps": done.steps})
                 loss = done.loss if isinstance(item, Train) and item.epochs else loss
                 seen += done.seen
@@ -279,7 +222,7 @@ class Lanes:
 
     # Training.
 
-    def _lanes(self, phases: Sequence[_Phase]) -> list[_Lane]:
+    def _lanes(self, phases: Sequence[Phase]) -> list[Lane]:
         """Return the clients of phases that have a step to take, those with most of them first."""
         lanes = []
         for phase in phases:
@@ -291,19 +234,19 @@ class Lanes:
                 else:
                     n = share_of(n, item.fraction)
                     steps = batches_of(n, n if item.whole else self._batch, item.smallest) if n and item.epochs else 0
-                lanes.append(_Lane(phase, row, client, n, steps))
+                lanes.append(Lane(phase, row, client, n, steps))
         return sorted((lane for lane in lanes if lane.steps), key=lambda lane: -lane.steps)
 
-    def _fit(self, phases: Sequence[_Phase]) -> list[_Done]:
+    def _fit(self, phases: Sequence[Phase]) -> list[Done]:
         """Train the lanes of phases of one kind."""
         moving = self._lanes(phases)
         vectors = {id(p): {name: p.client.work[name].clone() for name in p.item.learn} for p in phases}
         like = phases[0].client.work[phases[0].item.learn[0]]
         losses = {id(phase): like.new_full((len(phase.keys),), math.nan) for phase in phases}
         plain, norms = phases[0].item.loss is None, self._model.layout.learned < self._model.layout.size
-        fit = self._fit_plain if plain and not norms else self._fit_one_by_one
+        fit = self._fit_plain if plain and not norms else self._fit_vectorised
 
-        def train(some: Sequence[_Lane]) -> int:
+        def train(some: Sequence[Lane]) -> int:
             rows = [[vectors[id(lane.phase)][name][lane.row] for name in lane.phase.item.learn] for lane in some]
             loss, slots = fit(some, rows)
             loss = loss / send([lane.steps for lane in some], like.device)
@@ -315,15 +258,15 @@ class Lanes:
         for lane in moving:
             seen[id(lane.phase)] += lane.phase.item.epochs * (lane.n - (lane.n % self._batch == 1))
         self.counters += Counters(sum(lane.steps for lane in moving), sum(slots), sum(seen.values()))
-        return [_Done(vectors[id(p)], losses[id(p)], self._steps(p), seen[id(p)]) for p in phases]
+        return [Done(vectors[id(p)], losses[id(p)], self._steps(p), seen[id(p)]) for p in phases]
 
-    def _steps(self, phase: _Phase) -> Tensor:
+    def _steps(self, phase: Phase) -> Tensor:
         """Return how many batches each client of a training phase has."""
         task, epochs = phase.task, phase.item.epochs
         sizes = [task.people.data.size(client, "train") for client in task.now.cohort.tolist()]
         return send([epochs * batches_of(size, self._batch) for size in sizes], task.people.data.x.device)
 
-    def _sweep(self, phases: Sequence[_Phase]) -> list[_Done]:
+    def _sweep(self, phases: Sequence[Phase]) -> list[Done]:
         """Take equal functions of several phases through their lanes' batches."""
         without_norms(self._model)
         item, lanes = phases[0].item, self._lanes(phases)
@@ -332,13 +275,14 @@ class Lanes:
         like = phases[0].client.theta
         size = max((lane.n for lane in lanes), default=0) if item.whole else self._batch
 
-        def go(some: Sequence[_Lane]) -> tuple[list[int], int]:
-            after, epochs, slots = self._swept(some, size)
+        def go(some: Sequence[Lane]) -> tuple[list[int], int]:
+            after, epochs, slots = self._functions.sweep(some, size)
             for name, values in after.items():
                 torch._foreach_copy_([work[id(lane.phase)][name][lane.row] for lane in some], list(values.unbind()))
             return epochs, slots
 
-        stacks = self._dealt(lanes, like, size, plain=False)
+        each = size * self._model.layout.size * like.element_size() if item.per_sample else 0
+        stacks = self._dealt(lanes, like, size, plain=False, more=each)
         done = self._work(go, stacks, like.device)
         for some, (epochs, _) in zip(stacks, done, strict=True):
             for lane, times in zip(some, epochs, strict=True):
@@ -347,71 +291,9 @@ class Lanes:
                 seen[id(lane.phase)] += times * (lane.n - left_out)
         self.counters += Counters(sum(map(sum, steps.values())), sum(slots for _, slots in done), sum(seen.values()))
         nan = {id(phase): like.new_full((len(phase.keys),), math.nan) for phase in phases}
-        return [_Done(work[id(p)], nan[id(p)], send(steps[id(p)], like.device), seen[id(p)]) for p in phases]
+        return [Done(work[id(p)], nan[id(p)], send(steps[id(p)], like.device), seen[id(p)]) for p in phases]
 
-    def _swept(self, lanes: Sequence[_Lane], size: int) -> tuple[Tensors, list[int], int]:
-        """Take a stack through a sweep: return `work` after it, each lane's epochs, and the slots taken."""
-        item, data = lanes[0].phase.item, [lane.phase.task.people.data for lane in lanes]
-        device, once = data[0].x.device, [1] * len(lanes)
-        keys = send(torch.stack([lane.phase.keys[lane.row] for lane in lanes]), device)
-        own, down, work, hp, about = (_stacked(lanes, home) for home in ("own", "down", "work", "hp", "data"))
-        chosen = None
-        if item.fraction < 1:
-            all_of = [one.size(lane.client, "train") for one, lane in zip(data, lanes, strict=True)]
-            chosen = orders(keys, all_of, once, max(all_of), 1, SUBSET).positions[:, 0]
-
-        def step(own: Tensors, down: Record, work: Tensors, hp: Tensors, about: Tensors, batch: Batch) -> Any:
-            return item.step(self._model, Client(own, down, work, {}, hp, about), batch).work
-
-        def more(own: Tensors, down: Record, work: Tensors, hp: Tensors, about: Tensors) -> Any:
-            return item.more(self._model, Client(own, down, work, {}, hp, about))
-
-        step_of: Callable[..., Any] = vmap(step)
-        alive, epochs, slots = torch.ones(len(lanes), dtype=torch.bool, device=device), [0] * len(lanes), 0
-        rows = send([lane.steps for lane in lanes], device)
-        for epoch in range(item.epochs):
-            if item.more is not None:
-                alive &= vmap(more)(own, down, work, hp, about)
-                if not alive.any():
-                    break
-            going = alive.tolist() if item.more is not None else [True] * len(lanes)
-            epochs = [times + goes for times, goes in zip(epochs, going, strict=True)]
-            positions, counts = orders(keys, [lane.n for lane in lanes], once, size, item.smallest, epoch)
-            if chosen is not None:
-                positions = chosen.gather(1, positions.flatten(1)).view_as(positions)
-            ids, counts = self._ids(lanes, positions).transpose(0, 1), counts.t()
-            for at, awake in enumerate(active([lane.steps for lane in lanes])):
-                when = (
-                    step_key(keys[:awake], epoch, at),
-                    epoch * rows[:awake] + at,
-                    torch.full_like(rows[:awake], epoch),
-                )
-                batch = self._batch_of(data, ids[at, :awake], counts[at, :awake], when)
-                part = [_first(home, awake) for home in (own, down, work, hp, about)]
-                with self._autocast(batch.x):
-                    after = step_of(*part, batch)
-                for name, values in after.items():
-                    before = work[name][:awake]
-                    if item.more is not None:
-                        values = torch.where(alive[:awake].view(-1, *[1] * (values.ndim - 1)), values, before)
-                    before.copy_(values)
-                slots += ids[at, :awake].numel()
-        return work, epochs, slots
-
-    def _batch_of(
-        self, data: Sequence[FederatedData], ids: Tensor, counts: Tensor, when: tuple[Tensor, Tensor, Tensor]
-    ) -> Batch:
-        """Return the samples `ids` [lanes, size] of the first lanes, of which `counts` are real."""
-        mean, std = (torch.stack([getattr(one, name) for one in data[: len(ids)]]) for name in ("mean", "std"))
-        x = data[0].x[ids.flatten()].unflatten(0, ids.shape)
-        x = ((x.to(mean.dtype) / data[0].unit) - mean) / std
-        weight = (torch.arange(ids.shape[1], device=ids.device) < counts[:, None]).to(mean.dtype)
-        return Batch(x, data[0].y[ids], weight, *when)
-
-    def _autocast(self, like: Tensor) -> torch.autocast:
-        return torch.autocast(like.device.type, torch.bfloat16, enabled=self._low, cache_enabled=False)
-
-    def _fit_plain(self, lanes: Sequence[_Lane], rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:
+    def _fit_plain(self, lanes: Sequence[Lane], rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:
         """Train a stack with cross-entropy: `rows` change in place. Return the sums of losses, and the slots taken."""
         ids, counts = self._data_order(lanes)
         data = [lane.phase.task.people.data for lane in lanes]
@@ -419,7 +301,7 @@ class Lanes:
         fused, steps = self._kernels(ids.device), [lane.steps for lane in lanes]
         if fused:
             theta = torch.stack([row for [row] in rows])
-            rule = _rule(lanes, 0)  # the kernels hold velocities of their own
+            rule = rule_of(lanes, 0)  # the kernels hold velocities of their own
             loss, slots = fused.train(theta, rule, item.part, ids, counts, data, steps)
             torch._foreach_copy_([row for [row] in rows], list(theta.unbind()))
             return loss, slots
@@ -429,7 +311,7 @@ class Lanes:
         theta = torch.stack(models) if len(models) > 1 else models[0].data[None]
         stack = Stack(
             tensors={name: tensor.contiguous() for name, tensor in layout.views(theta).items()},
-            rule=_rule(lanes, layout.size),
+            rule=rule_of(lanes, layout.size),
             learned=frozenset(learned),
             ids=ids,
             counts=counts,
@@ -447,70 +329,17 @@ class Lanes:
             torch._foreach_copy_(models, list(layout.flatten(stack.tensors).unbind()))
         return stack.loss, slots
 
+    def _fit_vectorised(self, lanes: Sequence[Lane], rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:
+        """Train a stack as `_fit_plain` does, by a vectorised function of one lane."""
+        return self._functions.fit(lanes, rows, *self._data_order(lanes))
+
     def _kernels(self, device: torch.device) -> "Fused | None":
         """Return the fused kernels, where there are any for this model on this device."""
         if device not in self._fused:
             self._fused[device] = fused_for(self._model, self._batch, self._precision, device)
         return self._fused[device]
 
-    def _fit_one_by_one(self, lanes: Sequence[_Lane], rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:
-        """Train a stack as `_fit_plain` does, by a vectorised function of one lane.
-
-        That is for a loss of the method's own, and for BatchNorm, which has statistics to move.
-        """
-        ids, counts = self._data_order(lanes)
-        data = [lane.phase.task.people.data for lane in lanes]
-        item, layout = lanes[0].phase.item, self._model.layout
-        loss_of, first = item.loss, item.learn[0]
-
-        def one(
-            learned: Tensors, own: Tensors, down: Record, work: Tensors, hp: Tensors, data: Tensors, batch: Batch
-        ) -> Any:
-            if loss_of is not None:
-                return loss_of(self._model, Client(own, down, {**work, **learned}, {}, hp, data), batch), ()
-            logits, statistics = self._model.trained(learned[first], batch.x, batch.weight)
-            return batch.mean(functional.cross_entropy(logits, batch.y, reduction="none")), statistics
-
-        step_of: Callable[..., Any] = vmap(grad_and_value(one, has_aux=True))
-        if loss_of is not None:
-            without_norms(self._model)
-            state = [_stacked(lanes, home) for home in ("own", "down", "work", "hp", "data")]
-            learned = {name: state[2][name].clone() for name in item.learn}
-        else:
-            state, learned = [{}] * 5, {first: torch.stack([row for [row] in rows])}
-        rules = {name: _rule(lanes, learned[name].shape[1], special=name == first) for name in item.learn}
-        free = rules[first].moving
-        if item.part != "all":
-            inside = layout.is_head(ids.device) == (item.part == "head")
-            free = (inside if free is None else inside & free).expand(len(lanes), -1)
-        free_statistics = None
-        if loss_of is None:
-            entries = torch.arange(layout.size, device=ids.device).expand(len(lanes), -1)
-            free = torch.ones_like(entries, dtype=torch.bool) if free is None else free
-            free_statistics, free = free[:, layout.learned :], free & (entries < layout.learned)
-        rules[first] = replace(rules[first], moving=free)
-        total = learned[first].new_zeros(len(lanes))
-        keys = send(torch.stack([lane.phase.keys[lane.row] for lane in lanes]), ids.device)
-        per_epoch = send([batches_of(lane.n, self._batch) for lane in lanes], ids.device)
-        slots = 0
-        with self._autocast(total):
-            for step, awake in enumerate(active([lane.steps for lane in lanes])):
-                now, epoch = ids[step, :awake], step // per_epoch[:awake]
-                when = step_key(keys[:awake], epoch, step % per_epoch[:awake]), torch.full_like(epoch, step), epoch
-                part = [_first(home, awake) for home in (learned, *state)]
-                gradients, (loss, seen) = step_of(*part, self._batch_of(data, now, counts[step, :awake], when))
-                total[:awake] += loss
-                for name in item.learn:
-                    move(learned[name][:awake], gradients[name], rules[name].part(awake))
-                if free_statistics is not None:
-                    statistics = learned[first][:awake, layout.learned :]
-                    statistics.copy_(torch.where(free_statistics[:awake], seen, statistics))
-                slots += now.numel()
-        for at, vectors in enumerate(rows):
-            torch._foreach_copy_(list(vectors), [values[at] for values in learned.values()])
-        return total, slots
-
-    def _data_order(self, lanes: Sequence[_Lane]) -> tuple[Tensor, Tensor]:
+    def _data_order(self, lanes: Sequence[Lane]) -> tuple[Tensor, Tensor]:
         """Return every step's samples [steps, lanes, batch], and how many of them are real [steps, lanes]."""
         ready = self._ready.pop(_names(lanes), None) if self._ready else None
         if ready is not None and self._aside is not None:
@@ -523,32 +352,24 @@ class Lanes:
         keys = send(torch.stack([lane.phase.keys[lane.row] for lane in lanes]), device)
         epochs = [lane.phase.item.epochs for lane in lanes]
         positions, counts = orders(keys, [lane.n for lane in lanes], epochs, self._batch)
-        return self._ids(lanes, positions).transpose(0, 1).contiguous(), counts.t().contiguous()
-
-    def _ids(self, lanes: Sequence[_Lane], positions: Tensor) -> Tensor:
-        """Return the samples at positions [lanes, ...] in each lane's training part."""
-        ids = torch.empty_like(positions)
-        for data in {id(lane.phase.task.people.data): lane.phase.task.people.data for lane in lanes}.values():
-            rows = [at for at, lane in enumerate(lanes) if lane.phase.task.people.data is data]
-            who = torch.tensor([lanes[at].client for at in rows])
-            where = send(rows, positions.device)
-            ids[where] = data.ids(who, positions[where], "train")
-        return ids
+        return ids_of(lanes, positions).transpose(0, 1).contiguous(), counts.t().contiguous()
 
     # Stacks and cores.
 
-    def _dealt(self, longest_first: Sequence[T], like: Tensor, samples: int, plain: bool = True) -> list[list[T]]:
+    def _dealt(
+        self, longest_first: Sequence[T], like: Tensor, samples: int, plain: bool = True, more: int = 0
+    ) -> list[list[T]]:
         """Deal lanes out to stacks, so that all are about equally long and none exceeds the memory.
 
-        A step without a loss of its own (`plain`) may be one of the fused kernels'.
+        A step without a loss of its own (`plain`) may be one of the fused kernels'; others may take `more` a lane.
         """
         fused = self._kernels(like.device) if plain else None
         lanes = len(longest_first)
-        size = self._fit_in(like, samples, lanes) if fused is None else self._memory / fused.lane_bytes
+        size = self._fit_in(like, samples, lanes, more) if fused is None else self._memory / fused.lane_bytes
         stacks = -(-lanes // max(1, int(min(size, lanes))))
         return [list(longest_first[at::stacks]) for at in range(stacks)]
 
-    def _fit_in(self, like: Tensor, samples: int, lanes: int) -> float:
+    def _fit_in(self, like: Tensor, samples: int, lanes: int, more: int) -> float:
         """Return how many of some lanes the general path takes in a stack."""
         where = like.device.type, like.dtype
         if where not in self._costs:
@@ -556,7 +377,7 @@ class Lanes:
         price = self._costs[where]
         share = samples / self._batch
         at_once = 1 if like.is_cuda else self._workers
-        size = self._memory / at_once / (price.fixed_bytes + share * price.batch_bytes)
+        size = self._memory / at_once / (price.fixed_bytes + share * price.batch_bytes + more)
         if like.is_cuda:
             return size
         work = max(1, round(_STACK_WORK / max(1, price.flops * share)))
@@ -582,62 +403,6 @@ def _keys(task: Task, purpose: Purpose) -> Tensor:
     return fold(task.people.seed, task.now.round, task.now.cohort, purpose)
 
 
-def _names(lanes: Sequence[_Lane]) -> Hashable:
+def _names(lanes: Sequence[Lane]) -> Hashable:
     """Return what the order of lanes' samples depends on."""
     return tuple((id(one.phase.task.people), one.phase.item.epochs, int(one.phase.keys[one.row])) for one in lanes)
-
-
-def _rows(lanes: Sequence[_Lane], vector: Callable[[_Phase], Tensor]) -> Tensor:
-    """Return lanes' rows of a vector, stacked anew."""
-    return torch.stack([vector(lane.phase)[lane.row] for lane in lanes])
-
-
-def _stacked(lanes: Sequence[_Lane], home: str) -> Any:
-    """Return lanes' records of one home (own, down, work, hp), stacked anew."""
-    names = list(getattr(lanes[0].phase.client, home))
-
-    def value(name: str) -> Any:
-        first = getattr(lanes[0].phase.client, home)[name]
-        if isinstance(first, Tensor):
-            return _rows(lanes, lambda phase: getattr(phase.client, home)[name])
-        values = _rows(lanes, lambda phase: getattr(phase.client, home)[name].values)
-        return type(first)(values, _rows(lanes, lambda phase: getattr(phase.client, home)[name].keep))
-
-    return {name: value(name) for name in names}
-
-
-def _first(record: Mapping[str, Any], lanes: int) -> dict[str, Any]:
-    return {
-        name: value[:lanes] if isinstance(value, Tensor) else type(value)(value.values[:lanes], value.keep[:lanes])
-        for name, value in record.items()
-    }
-
-
-def _rule(lanes: Sequence[_Lane], size: int, special: bool = True) -> Rule:
-    """Return how a vector of lanes moves; only a phase's first vector (`special`) is masked, pulled or pushed."""
-    like = lanes[0].phase.client.work[lanes[0].phase.item.learn[0]]
-
-    def numbers(name: Callable[[Train], str]) -> Tensor:
-        values = [lane.phase.task.hp[name(lane.phase.item)] for lane in lanes]
-        return send(values, like.device, like.dtype)[:, None]
-
-    def used(name: str) -> bool:
-        return any(lane.phase.task.hp[name] for lane in lanes)
-
-    item = lanes[0].phase.item
-    momentum = numbers(lambda item: "momentum") if used("momentum") else None
-    pull, drift, mask = (special and option is not None for option in (item.pull, item.drift, item.mask))
-
-    def work(name: Callable[[Train], Any]) -> Tensor:
-        return _rows(lanes, lambda phase: phase.client.work[name(phase.item)])
-
-    return Rule(
-        lr=numbers(lambda item: item.lr),
-        momentum=momentum,
-        decay=numbers(lambda item: "weight_decay") if used("weight_decay") else None,
-        pull=numbers(lambda item: (item.pull or ("", ""))[1]) if pull else None,
-        anchor=work(lambda item: (item.pull or ("", ""))[0]) if pull else None,
-        drift=work(lambda item: item.drift) if drift else None,
-        moving=work(lambda item: item.mask) if mask else None,
-        velocity=None if momentum is None else like.new_zeros(len(lanes), size),
-    )
