@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fedobp.algorithms import METHODS
 from fedobp.models import NETS
 
 ROOT = Path(__file__).parent.parent
@@ -35,3 +36,14 @@ def test_every_flag_in_the_docs_exists(command):
     for page in PAGES:
         used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", page.read_text()))
         assert used - known - {"--strict"} == set(), page.name
+
+
+def test_every_method_has_a_page_that_names_its_options():
+    index = (ROOT / "docs/methods/README.md").read_text()
+    for name, method in METHODS.items():
+        page = ROOT / ("docs/fedobp.md" if name == "fedobp" else f"docs/methods/{name}.md")
+        assert f"[{name}](" in index
+        assert method.summary in index
+        assert name == "fedobp" or f"fedobp run --method {name}" in page.read_text()
+        for option in method.options():
+            assert re.search(rf"[`.0-9 ]{option.name}\b", page.read_text()), (name, option.name)
