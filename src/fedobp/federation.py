@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from fedobp.engine import (
     diverged,
     dtype_of,
     memory_of,
+    pooled_gradient,
 )
 from fedobp.errors import FedobpError
 from fedobp.evaluation import Accuracy, Evaluator, Personal, Protocol, Report, protocol
@@ -331,7 +333,8 @@ class Course:
         """Return a round with its clients and their local epochs."""
         config = self.config
         epochs = config.epochs if epochs is None else epochs
-        return Moment(round, config.rounds, config.clients, epochs, cohort, config.seed)
+        pooled = partial(pooled_gradient, self.model, self.data)
+        return Moment(round, config.rounds, config.clients, epochs, cohort, config.seed, pooled)
 
     def numbers(self, lr: float) -> dict[str, float]:
         """Return what clients get as `hp`."""

@@ -1,6 +1,7 @@
 """Interchangeable importance scores: against FedOBP, by hand, and against a plain loop over single samples."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from walk import vector
 from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Batch, Client, Moment, Sparse, Sweep, Train
 from fedobp.algorithms.decoupled import STEPS, add_gradient, add_squares, draw, take_own
+from fedobp.engine import pooled_gradient
 from fedobp.errors import FedobpError
 from fedobp.federation import cohorts
 from fedobp.models import Layout, Model
@@ -18,7 +20,7 @@ from fedobp.models import Layout, Model
 Decoupled = METHODS["decoupled"]
 SMALL = {"clients": 5, "participation": 0.6, "rounds": 3, "epochs": 2, "lr": 0.1, "model": "mlp", "device": "cpu"}
 TINY = SimpleNamespace(layout=Layout(("fc.weight", "fc.bias", "classifier.weight"), ((3,), (1,), (4,))))
-SCORES = ("squared", "product", "gradient", "fisher", "fisher-batch", "obd", "magnitude", "random")
+SCORES = ("squared", "product", "gradient", "fisher", "fisher-batch", "obd", "taylor", "magnitude", "random")
 
 
 def moment(*cohort, round=2, seed=0):
@@ -264,6 +266,35 @@ def test_runs_are_those_of_a_plain_loop(score):
         for client in range(16):
             torch.testing.assert_close(flat(result.state_dict(client)), served[client], rtol=0, atol=1e-10)
         assert result.bytes.down_per_round == result.bytes.up_per_round == 3 * 8 * model.layout.size
+
+
+# What only a simulation knows
+
+
+def test_taylor_is_the_pooled_gradient_times_the_distance(monkeypatch):
+    federation = Federation(Config(**SMALL, precision="fp64"))
+    model, data = federation.model, federation.data
+    monkeypatch.setattr("fedobp.engine.pooled._ROWS", 2)
+    monkeypatch.setattr("fedobp.engine.pooled._SAMPLES", 100)
+    theta = torch.stack([model.initial(seed).double() for seed in range(3)])
+    x = torch.cat([data.inputs(client, "train") for client in range(data.clients)])
+    y = torch.cat([data.targets(client, "train") for client in range(data.clients)])
+    expected = []
+    for vector_ in theta:
+        at = vector_.clone().requires_grad_()
+        expected.append(torch.autograd.grad(functional.cross_entropy(model.logits(at, x), y), at)[0])
+    found = pooled_gradient(model, data, theta)
+    torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-12)
+    now = replace(moment(0, 1, 2), pooled=partial(pooled_gradient, model, data))
+    method, server = Decoupled(score="taylor"), {"theta": model.initial(9).double()}
+    score = method.scores(now, server, {"theta": theta})
+    torch.testing.assert_close(score, (torch.stack(expected) * (server["theta"] - theta)).abs(), rtol=0, atol=1e-12)
+
+
+def test_taylor_is_refused_where_nobody_knows_it():
+    rows = {"theta": torch.ones(1, 8), "seen": torch.tensor([True])}
+    with pytest.raises(FedobpError, match="needs everybody's data, which only a simulation has"):
+        Decoupled(score="taylor").send(TINY, moment(0), {"theta": torch.zeros(8)}, rows)
 
 
 # Options

@@ -71,7 +71,7 @@ def test_every_kind_of_phase_equals_the_oracle(phases, hp):
 
 
 @pytest.mark.parametrize("phases", ["plain", "all but a loss", "everything"])
-@pytest.mark.parametrize("name", ["cnn-small", *NETWORKS])
+@pytest.mark.parametrize("name", ["cnn-small", *(name for name in NETWORKS if name != "normed")])
 def test_every_kind_of_network_equals_the_oracle(name, phases):
     compare(made(name), [Plan(phases, FAST)])
 

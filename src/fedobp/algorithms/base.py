@@ -153,6 +153,8 @@ class Moment:
     epochs: int  # the local epochs that every method may spend on a visit
     cohort: Tensor  # client ids, in sampled order
     seed: int = 0  # the run's: draws on the server are keyed by it
+    # In simulations: the gradient of the mean loss over all clients' training samples, at each of [rows, N].
+    pooled: Callable[[Tensor], Tensor] | None = None
 
 
 def option(

@@ -87,8 +87,9 @@ class Decoupled(FedOBP):
 
     score: str = option(
         "squared",
-        "squared (eq. 19), product, gradient (eq. 5), fisher and fisher-batch (eq. 6), obd (eq. 13), magnitude, random",
-        choices=("squared", "product", "gradient", *STEPS, "magnitude", "random"),
+        "squared (eq. 19), product, gradient (eq. 5), fisher, fisher-batch (eq. 6), obd (eq. 13), taylor (eq. 16), "
+        "magnitude, random",
+        choices=("squared", "product", "gradient", *STEPS, "taylor", "magnitude", "random"),
     )
     pool: str = option(
         "global",
@@ -134,6 +135,10 @@ class Decoupled(FedOBP):
             return rows["moved"]
         if self.score == "magnitude":
             return rows["theta"].abs()
+        if self.score == "taylor":
+            if now.pooled is None:
+                raise FedobpError("score=taylor needs everybody's data, which only a simulation has: use another score")
+            return (now.pooled(rows["theta"]) * (server["theta"] - rows["theta"])).abs()
         return draw(now, rows["theta"]) if self.score == "random" else super().scores(now, server, rows)
 
     def _above(self, score: Tensor, sizes: Sequence[int]) -> Tensor:

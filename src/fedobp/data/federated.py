@@ -80,6 +80,10 @@ class FederatedData:
         at = starts.reshape(-1, *[1] * (positions.ndim - 1)) + positions
         return index.ids[at.clamp_(max=max(0, len(index.ids) - 1))] if len(index.ids) else torch.zeros_like(positions)
 
+    def pool(self, split: Split) -> Tensor:
+        """Return which samples belong to anybody's part."""
+        return self._index[split].ids
+
     def samples(self, ids: Tensor) -> Tensor:
         """Return samples' scaled inputs."""
         return ((self.x[ids].to(self.dtype) / self.unit) - self.mean) / self.std

@@ -7,10 +7,11 @@ from fedobp.engine.arithmetic import Precision, dtype_of
 from fedobp.engine.interface import Counters, Engine, Population, Task, Trained, diverged
 from fedobp.engine.lanes import Lanes
 from fedobp.engine.memory import memory_of
+from fedobp.engine.pooled import pooled_gradient
 from fedobp.engine.serial import Serial
 from fedobp.engine.store import Budget, Store
 
 __all__ = [
     "Budget", "Counters", "Engine", "Lanes", "Population", "Precision", "Serial", "Store", "Task", "Trained",
-    "diverged", "dtype_of", "memory_of",
+    "diverged", "dtype_of", "memory_of", "pooled_gradient",
 ]  # fmt: skip
