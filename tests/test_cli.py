@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import fedobp
+from fedobp.algorithms import METHODS
 from fedobp.runs import load_state_dict
 
 TINY = ("--clients", 5, "--rounds", 2, "--epochs", 1, "--model", "mlp")
@@ -35,11 +36,12 @@ def test_run_json_has_exactly_the_documented_shape(command):
     run = said.json
     assert set(run) == {
         "method", "dataset", "seed", "rounds", "protocol", "accuracy", "last", "finetuned", "history",
-        "personal", "bytes", "seconds", "out",
+        "personal", "bytes", "compute", "seconds", "out",
     }  # fmt: skip
     assert (run["method"], run["dataset"], run["seed"], run["rounds"]) == ("fedobp", "digits", 42, 2)
     assert set(run["accuracy"]) == set(run["last"]) == set(run["finetuned"]) == ACCURACY
     assert set(run["personal"]) == {"mean", "min", "max", "share"}
+    assert set(run["compute"]) == {"visit", "use"}
     assert set(run["bytes"]) == {"down_per_round", "up_per_round", "down_total", "up_total"}
     assert [len(point) for point in run["history"]] == [3, 3]
     assert run["history"][-1] == [2, run["accuracy"]["pooled"], run["accuracy"]["client_mean"]]
@@ -261,7 +263,8 @@ def _metadata(path):
 
 def test_methods_lists_ideas_options_and_papers(command):
     found = {method["name"]: method for method in command("methods", "--json").json["methods"]}
-    assert set(found) == {"fedobp", "fedavg", "fedavg-ft", "fedavg-last", "local", "fedper"}
+    assert set(found) == set(METHODS)
+    assert len(found) == 27
     assert [option["name"] for option in found["fedobp"]["options"]] == ["q", "score", "norm", "scope", "ema", "start"]
     assert all(set(method) == {"name", "summary", "options", "paper"} for method in found.values())
     text = command("methods")
@@ -271,7 +274,7 @@ def test_methods_lists_ideas_options_and_papers(command):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["run", "--method", "fedpre"], "did you mean 'fedper'"),
+        (["run", "--method", "fedpr"], "did you mean 'fedper'"),
         (["run", "--dataset", "mnst"], "did you mean 'mnist'"),
         (["run", "--dataset", "mnist"], "fedobp data import mnist"),
         (["run", "--metod", "x"], "--method"),

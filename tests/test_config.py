@@ -85,7 +85,7 @@ def test_the_cosine_schedule_starts_at_lr_and_halves_midway():
         ({"val_ratio": 1.0}, "--val-ratio must be at most 0.9"),
         ({"seed": -1}, "--seed must be at least 0"),
         ({"seed": 2**32}, "--seed must be at most 4294967295"),
-        ({"method": "fedpre"}, "did you mean 'fedper'"),
+        ({"method": "fedpr"}, "did you mean 'fedper'"),
         ({"dataset": "cifar01"}, "did you mean 'cifar10'"),
         ({"model": "cn"}, "did you mean 'cnn'"),
         ({"partition": "dirichle"}, "did you mean 'dirichlet'"),

@@ -61,7 +61,8 @@ CASES = {
     "decoupled": [
         {}, {"q": 0.9, "score": "product", "pool": "tensor"}, {"q": 0.9, "score": "gradient"},
         {"q": 0.9, "score": "gradient", "ema": 0.7}, {"q": 0.9, "score": "random", "start": "literal"},
-        {"q": 0.9, "score": "magnitude", "scope": "classifier"}, {"q": 0.9, "score": "fisher"}, {"q": 0.9, "score": "taylor"},
+        {"q": 0.9, "score": "magnitude", "scope": "classifier"}, {"q": 0.9, "score": "taylor"},
+        {"q": 0.9, "score": "fisher"},
         {"q": 0.9, "score": "fisher", "pool": "tensor", "norm": "layer"}, {"q": 0.9, "score": "fisher-batch"},
         {"q": 0.9, "score": "fisher-batch", "scope": "classifier", "start": "literal"}, {"q": 0.9, "score": "obd"},
         {"q": 0.9, "score": "obd", "norm": "global", "ema": 0.7}, {"q": 0.9, "score": "fisher", "pool": "tensor",
