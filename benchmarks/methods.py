@@ -63,17 +63,13 @@ def run(given: argparse.Namespace) -> None:
         for seed in map(int, given.seeds.split(","))
     ]  # fmt: skip
     missing = [config for config in configs if not file_of(given.out, config).exists()]
-    together = [config for config in missing if plain(config)]
-    groups = [together] if together else []
+    grouped: dict[object, list[Config]] = {}
     for config in missing:
-        if config not in together:
-            alike = [group for group in groups[bool(together) :] if group[0].method == config.method
-                     and group[0].options == config.options]  # fmt: skip
-            alike[0].append(config) if alike else groups.append([config])
+        grouped.setdefault("plain" if plain(config) else (config.method, str(config.options)), []).append(config)
     begun = time.perf_counter()
-    for group in groups:
+    for group in grouped.values():
         if time.perf_counter() - begun > 60 * given.minutes:
-            print(f"out of time: {sum(map(len, groups))} runs were missing, start again", flush=True)
+            print(f"out of time: {len(missing)} runs were missing, start again", flush=True)
             return
         started = time.perf_counter()
         try:

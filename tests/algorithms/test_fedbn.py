@@ -26,7 +26,7 @@ def model():
 
 def test_a_round_by_hand(model):
     server, rows, own = METHOD.begin(model, vector(1, 2, 3, 4, 5, 6), 0)
-    assert own["norms"].tolist() == [1, 2, 5, 6]
+    assert own["private"].tolist() == [1, 2, 5, 6]
     down, rows = METHOD.send(model, NOW, server, rows)
     assert {name: value.tolist() for name, value in down.items()} == {"shared": [[3, 4], [3, 4]]}
     states = []
@@ -35,7 +35,7 @@ def test_a_round_by_hand(model):
         assert phases == [Train(5)]
         assert list(state.up) == ["shared"]
         states.append(state)
-    assert states[0].own["norms"].tolist() == [2, 3, 6, 7]
+    assert states[0].own["private"].tolist() == [2, 3, 6, 7]
     up = {"shared": torch.stack([state.up["shared"] for state in states])}
     server, rows = METHOD.receive(model, NOW, server, rows, up, torch.tensor([1, 3]))
     assert server["theta"].tolist() == [1, 2, 4, 7, 5, 6]

@@ -191,19 +191,23 @@ class Lanes:
         loss, seen = like.new_full((len(cohort),), math.nan), 0
         numbers = send(list(task.hp.values()), like.device, like.dtype).unbind()
         sizes = [people.data.size(client, "train") for client in cohort.tolist()]
-        n, who = send(torch.stack([torch.tensor(sizes), cohort]), like.device)
+        # All that is known beforehand goes to the device at once: sizes, ids, no steps, and every training's steps.
+        epochs = [item.epochs if isinstance(item, Train) else 0 for item in task.program]
+        steps = [[times * batches_of(size, self._batch) for size in sizes] for times in (0, *epochs)]
+        n, who, none, *known = send(torch.tensor([sizes, cohort.tolist(), *steps]), like.device)
         client = Client(
             own=people.own.gather(cohort.tolist()),
             down={name: poisoned(value) for name, value in task.down.items()},
             work={},
             up={},
             hp={name: number.expand(len(cohort)) for name, number in zip(task.hp, numbers, strict=True)},
-            data={"n": n, "counts": people.data.label_counts[who], "steps": torch.zeros_like(n)},
+            data={"n": n, "counts": people.data.label_counts[who], "steps": none},
         )
         for at, item in enumerate(task.program):
             if isinstance(item, Train | Sweep):
                 done = yield Phase(task, item, client, fold(keys, at))
-                client = replace(client.set(**done.work), data={**client.data, "steps": done.steps})
+                taken = known[at] if done.steps is None else done.steps
+                client = replace(client.set(**done.work), data={**client.data, "steps": taken})
                 loss = done.loss if isinstance(item, Train) and item.epochs else loss
                 seen += done.seen
             else:
@@ -258,13 +262,7 @@ class Lanes:
         for lane in moving:
             seen[id(lane.phase)] += lane.phase.item.epochs * (lane.n - (lane.n % self._batch == 1))
         self.counters += Counters(sum(lane.steps for lane in moving), sum(slots), sum(seen.values()))
-        return [Done(vectors[id(p)], losses[id(p)], self._steps(p), seen[id(p)]) for p in phases]
-
-    def _steps(self, phase: Phase) -> Tensor:
-        """Return how many batches each client of a training phase has."""
-        task, epochs = phase.task, phase.item.epochs
-        sizes = [task.people.data.size(client, "train") for client in task.now.cohort.tolist()]
-        return send([epochs * batches_of(size, self._batch) for size in sizes], task.people.data.x.device)
+        return [Done(vectors[id(p)], losses[id(p)], None, seen[id(p)]) for p in phases]
 
     def _sweep(self, phases: Sequence[Phase]) -> list[Done]:
         """Take equal functions of several phases through their lanes' batches."""

@@ -44,12 +44,12 @@ class Phase:
 
 
 class Done(NamedTuple):
-    """What a phase gave: changed scratch values, mean losses (NaN: none), each client's batches, and all samples."""
+    """What a phase gave."""
 
-    work: Tensors
-    loss: Tensor
-    steps: Tensor
-    seen: int
+    work: Tensors  # changed scratch values
+    loss: Tensor  # mean losses; NaN: none
+    steps: Tensor | None  # each client's batches, where they were not known beforehand
+    seen: int  # samples of all clients
 
 
 def _function(value: Any) -> Hashable:
