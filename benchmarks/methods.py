@@ -67,7 +67,9 @@ def run(given: argparse.Namespace) -> None:
     for config in missing:
         grouped.setdefault("plain" if plain(config) else (config.method, str(config.options)), []).append(config)
     begun = time.perf_counter()
-    for group in grouped.values():
+    groups = list(grouped.values())
+    while groups:
+        group = groups.pop(0)
         if time.perf_counter() - begun > 60 * given.minutes:
             print(f"out of time: {len(missing)} runs were missing, start again", flush=True)
             return
@@ -75,7 +77,9 @@ def run(given: argparse.Namespace) -> None:
         try:
             results = sweep(group, keep_models=False)
         except FedobpError as error:
-            print(f"{group[0].method}: {error}", flush=True)
+            print(f"{', '.join(sorted({config.method for config in group}))}: {error}", flush=True)
+            if len(group) > 1:  # the others are none the worse for one that diverges
+                groups += [[config] for config in group]
             continue
         for config, result in zip(group, results, strict=True):
             file = file_of(given.out, config)

@@ -119,7 +119,7 @@ def test_runs_are_those_of_the_serial_engine(precision, folder):
         assert one.bytes == other.bytes
         if precision == "fp32":
             for name, tensor in one.state_dict().items():
-                torch.testing.assert_close(tensor, other.state_dict()[name], rtol=1e-2, atol=1e-3)
+                torch.testing.assert_close(tensor, other.state_dict()[name], rtol=1e-2, atol=5e-3)
 
 
 def test_training_does_not_wait_for_the_card_once_its_graphs_are_made():

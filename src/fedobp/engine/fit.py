@@ -1,13 +1,14 @@
 """Masked SGD on a stack of lanes: the one step that everything fast is made of."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fedobp.data import FederatedData
 from fedobp.engine.stack import Forward
 from fedobp.models import Layout
 
@@ -29,10 +30,14 @@ class Rule:
     moving: Tensor | None = None
     velocity: Tensor | None = None
 
+    def used(self) -> dict[str, Tensor]:
+        """Return what the rule has."""
+        return {name: values for name, values in vars(self).items() if values is not None}
+
     @property
     def plain(self) -> bool:
         """Whether this is SGD with a learning rate and nothing else."""
-        return all(values is None for name, values in vars(self).items() if name != "lr")
+        return list(self.used()) == ["lr"]
 
     def part(self, lanes: int, where: slice = slice(None), shape: Sequence[int] | None = None) -> "Rule":
         """Return the first lanes' rule for the entries of one tensor, which has that shape."""
@@ -47,7 +52,7 @@ class Rule:
         return Rule(**{name: cut(values) for name, values in vars(self).items()})
 
 
-def move(theta: Tensor, gradient: Tensor, rule: Rule, awake: Tensor | None = None) -> None:
+def move(theta: Tensor, gradient: Tensor, rule: Rule, awake: Tensor) -> None:
     """Take one step in place; lanes that are not awake (0 and not 1) stay as they are."""
     if rule.pull is not None and rule.anchor is not None:
         gradient = torch.addcmul(gradient, theta - rule.anchor, rule.pull)
@@ -59,90 +64,28 @@ def move(theta: Tensor, gradient: Tensor, rule: Rule, awake: Tensor | None = Non
         gradient = rule.velocity.mul_(rule.momentum).add_(gradient)
     if rule.moving is not None:
         gradient = gradient.where(rule.moving, 0.0)
-    rate = rule.lr if awake is None else rule.lr * awake.view_as(rule.lr)
-    theta.addcmul_(gradient, rate, value=-1)
+    theta.addcmul_(gradient, rule.lr * awake.view_as(rule.lr), value=-1)
 
 
-@dataclass
-class Stack:
-    """Lanes that train together, longest first: models, data order, and how they move."""
-
-    tensors: dict[str, Tensor]  # [lanes, ...]: they change in place
-    rule: Rule
-    learned: frozenset[str]  # the tensors that move
-    ids: Tensor  # [steps, lanes, batch]: samples
-    counts: Tensor  # [steps, lanes]: how many of them are real
-    x: Tensor  # all samples, as stored
-    y: Tensor
-    unit: float
-    mean: Tensor  # [lanes, 1, ...]
-    std: Tensor
-    loss: Tensor = field(init=False)  # [lanes]: the sum over a lane's steps
-
-    def __post_init__(self) -> None:
-        self.loss = self.mean.new_zeros(len(self.mean))
+# A stack of lanes in training: what they are given, what moves (both trees of tensors [lanes, ...]), and a plan that
+# says for every step and lane [steps, lanes, ...] which samples it takes (`ids`), and how many of these are real
+# (`counts`): a lane without any stays as it is. A step of the first lanes is made once, taken many times, and changes
+# `moving` in place.
+Step = Callable[[dict[str, Tensor]], None]
+Make = Callable[[Any, Any, int], Step]
 
 
-class Stepper:
-    """Steps of one stack's first lanes: holds the views that a step needs, so that a step makes none."""
-
-    def __init__(self, stack: Stack, lanes: int, layout: Layout, forward: Forward, low: bool) -> None:
-        self._stack, self._forward, self._low, self.lanes = stack, forward, low, lanes
-        self._tensors = {name: tensor[:lanes].detach() for name, tensor in stack.tensors.items()}
-        self._learned = [tensor.requires_grad_() for name, tensor in self._tensors.items() if name in stack.learned]
-        self._lr = stack.rule.lr[:lanes, 0]
-        self._plain = stack.rule.plain
-        self._rules = [
-            stack.rule.part(lanes, where, shape)
-            for (name, where), shape in zip(layout.slices.items(), layout.shapes, strict=True)
-            if name in stack.learned and not self._plain
-        ]
-        self._mean, self._std, self._loss = stack.mean[:lanes], stack.std[:lanes], stack.loss[:lanes]
-
-    def __call__(self, ids: Tensor, counts: Tensor, idle: bool = False) -> None:
-        """Take one step with samples [lanes, batch], of which the first `counts` of each lane are real.
-
-        With `idle`, a lane without any is left as it is; without, there are none such.
-        """
-        x, y = samples(self._stack, ids, self._mean, self._std)
-        tensors: Mapping[str, Tensor] = self._tensors
-        if self._low:  # float32 weights, arithmetic in bfloat16
-            x, tensors = x.bfloat16(), {name: tensor.bfloat16() for name, tensor in tensors.items()}
-        logits = self._forward(tensors, x).to(self._loss.dtype)
-        each = functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(ids.shape)
-        real = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
-        loss = (each * real).sum(dim=1) / counts.clamp(min=1)
-        with torch.no_grad():
-            self._loss += loss
-        if not self._learned:  # the base of a network that is all head
-            return
-        # The gradient of lr * loss is the step of plain SGD: one pass over the weights less. Without samples it is 0.
-        objective = (loss * self._lr if self._plain else loss).sum()
-        gradients = torch.autograd.grad(objective, self._learned, materialize_grads=True)
-        with torch.no_grad():
-            if self._plain:
-                torch._foreach_sub_(self._learned, gradients)
-                return
-            awake = (counts > 0).to(self._loss.dtype) if idle else None
-            for tensor, gradient, rule in zip(self._learned, gradients, self._rules, strict=True):
-                move(tensor, gradient, rule, awake)
-
-
-def samples(stack: Stack, ids: Tensor, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scaled inputs [lanes, batch, ...] and labels [lanes, batch]."""
-    x = stack.x[ids.flatten()].unflatten(0, ids.shape)
-    return ((x.to(mean.dtype) / stack.unit) - mean) / std, stack.y[ids]
-
-
-def descend(stack: Stack, steps: Sequence[int], layout: Layout, forward: Forward, low: bool) -> int:
-    """Run all steps of a stack, whose lanes have the given numbers of them; return how many batch slots that took."""
-    counts = stack.counts.tolist()
-    stepper, slots = None, 0
-    for step, lanes in enumerate(active(steps)):
-        width = max(counts[step][:lanes])
-        if stepper is None or stepper.lanes != lanes:
-            stepper = Stepper(stack, lanes, layout, forward, low)
-        stepper(stack.ids[step, :lanes, :width], stack.counts[step, :lanes])
+def descend(given: Any, moving: Any, plan: Mapping[str, Tensor], steps: Sequence[int], make: Make) -> int:
+    """Take all steps of a stack, whose lanes have the given numbers of them; return how many batch slots that took."""
+    most = plan["ids"].shape[2]
+    counts = None if plan["counts"].is_cuda else plan["counts"].tolist()  # there one would wait for it
+    step, before, slots = None, 0, 0
+    for at, lanes in enumerate(active(steps)):
+        if step is None or lanes != before:
+            step, before = make(given, moving, lanes), lanes
+        width = max(counts[at][:lanes]) if counts else most
+        now = {name: values[at, :lanes] for name, values in plan.items()}
+        step({**now, "ids": now["ids"][:, :width]})
         slots += lanes * width
     return slots
 
@@ -155,3 +98,56 @@ def active(steps: Sequence[int]) -> list[int]:
             lanes -= 1
         found.append(lanes)
     return found
+
+
+def training(data: FederatedData, learned: Collection[str], layout: Layout, forward: Forward, low: bool) -> Make:
+    """Return how steps of SGD with cross-entropy are made.
+
+    Lanes are given `mean`, `std` and a `rule`; `tensors` move, those of them that are learned, and `loss` adds up.
+    """
+
+    def make(given: Any, moving: Any, lanes: int) -> Step:
+        # All views that a step needs, so that a step makes none.
+        tensors = {name: tensor[:lanes].detach() for name, tensor in moving["tensors"].items()}
+        weights = [tensor.requires_grad_() for name, tensor in tensors.items() if name in learned]
+        rule, total = Rule(**given["rule"]), moving["loss"][:lanes]
+        mean, std, lr = given["mean"][:lanes], given["std"][:lanes], rule.lr[:lanes, 0]
+        rules = [
+            rule.part(lanes, where, shape)
+            for (name, where), shape in zip(layout.slices.items(), layout.shapes, strict=True)
+            if name in learned and not rule.plain
+        ]
+
+        def step(now: Mapping[str, Tensor]) -> None:
+            ids, counts = now["ids"], now["counts"]
+            x, now_tensors = scaled(data, ids, mean, std), tensors
+            if low:  # float32 weights, arithmetic in bfloat16
+                x, now_tensors = x.bfloat16(), {name: tensor.bfloat16() for name, tensor in tensors.items()}
+            logits = forward(now_tensors, x).to(total.dtype).flatten(0, 1)
+            each = functional.cross_entropy(logits, data.y[ids].flatten(), reduction="none").view(ids.shape)
+            real = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
+            loss = (each * real).sum(dim=1) / counts.clamp(min=1)
+            with torch.no_grad():
+                total.add_(loss)
+            if not weights:  # the base of a network that is all head
+                return
+            # The gradient of lr * loss is plain SGD's step: one pass over the weights less. Without samples it is 0.
+            objective = (loss * lr if rule.plain else loss).sum()
+            gradients = torch.autograd.grad(objective, weights, materialize_grads=True)
+            with torch.no_grad():
+                if rule.plain:
+                    torch._foreach_sub_(weights, gradients)
+                    return
+                awake = (counts > 0).to(total.dtype)
+                for tensor, gradient, each_rule in zip(weights, gradients, rules, strict=True):
+                    move(tensor, gradient, each_rule, awake)
+
+        return step
+
+    return make
+
+
+def scaled(data: FederatedData, ids: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Return the inputs of samples [lanes, batch], each lane's scaled in its own way."""
+    x: Tensor = data.x[ids.flatten()].unflatten(0, ids.shape)
+    return ((x.to(mean.dtype) / data.unit) - mean) / std

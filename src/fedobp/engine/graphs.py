@@ -1,21 +1,21 @@
 """Steps on CUDA without the host: one captured graph for each number of active lanes, replayed step after step.
 
-A graph's tensors have fixed places, so lanes are copied into buffers of their own. A counter on the device picks the
-batch: replaying is all that the host does in a phase, and it never waits. Numbers of lanes are rounded up to a few
-sizes; a lane without samples is left as it is.
+A graph's tensors have fixed places, so lanes are copied into buffers of their own. A counter on the device picks what
+the plan says now: replaying is all that the host does in a phase, and it never waits. Numbers of lanes are rounded up
+to a few sizes; a lane without samples is left as it is.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as trees
 
-from fedobp.engine.fit import Rule, Stack, Stepper, active
-from fedobp.engine.stack import Forward
-from fedobp.models import Layout
+from fedobp.engine.fit import Make, active
 
 
 def rounded(lanes: int) -> int:
@@ -24,110 +24,142 @@ def rounded(lanes: int) -> int:
     return -(-lanes // step) * step
 
 
+def captured(run: Callable[[], None], aside: torch.cuda.Stream, pool: Any = None) -> Callable[[], None]:
+    """Return what launches a function's kernels again, as one graph.
+
+    Not by `torch.cuda.graph`, which collects garbage each time: there is none, and it takes longer than all the rest.
+    """
+    graph = torch.cuda.CUDAGraph()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        graph.capture_begin(*([] if pool is None else [pool]))
+        run()
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(aside)
+    return graph.replay
+
+
 @dataclass
 class _Buffers:
     """A stack at a fixed place, with its graphs by number of lanes."""
 
-    stack: Stack
+    make: Make
+    given: Any
+    moving: Any
+    plan: dict[str, Tensor]
     counter: Tensor
     pool: Any  # memory that the graphs share: only one of them runs at a time
-    graphs: dict[int, Any] = field(default_factory=dict)
+    graphs: dict[int, Callable[[], None]] = field(default_factory=dict)
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """For how many (steps, lanes) it is."""
+        steps, lanes = self.plan["counts"].shape
+        return steps, lanes
+
+    def step(self, lanes: int) -> Callable[[], None]:
+        """Return a step of the first lanes, at where the counter stands."""
+        step = self.make(self.given, self.moving, lanes)
+
+        def run() -> None:
+            step({name: values.index_select(0, self.counter)[0, :lanes] for name, values in self.plan.items()})
+            self.counter.add_(1)
+
+        return run
+
+    def load(self, given: Any, moving: Any) -> None:
+        """Copy a stack here. Lanes that a graph has beyond it are like its first."""
+        pairs = zip(trees.tree_leaves((self.given, self.moving)), trees.tree_leaves((given, moving)), strict=True)
+        for target, values in pairs:
+            lanes = len(values)
+            target[:lanes] = values
+            target[lanes : rounded(lanes)] = values[:1]
+
+    def load_plan(self, plan: Mapping[str, Tensor]) -> None:
+        """Copy a plan here, and start at its beginning."""
+        self.counter.zero_()
+        self.plan["counts"].zero_()
+        for name, values in plan.items():
+            self.plan[name][: len(values), : values.shape[1]] = values
 
 
 class Graphs:
     """Runs stacks from captured graphs, and keeps them for the next phase of the same kind."""
 
-    def __init__(self, layout: Layout, forward: Forward, low: bool) -> None:
-        self._layout, self._forward, self._low = layout, forward, low
-        self._kept: dict[Any, _Buffers] = {}
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, _Buffers] = {}
+        self._aside: torch.cuda.Stream | None = None
 
-    def descend(self, stack: Stack, steps: Sequence[int]) -> int:
-        """Run all steps of a stack, whose lanes have the given numbers of them; return the batch slots it took."""
-        buffers = self._buffers(stack)
-        plan = [(lanes, len(list(same))) for lanes, same in groupby(rounded(lanes) for lanes in active(steps))]
-        for lanes, _ in plan:
-            if lanes not in buffers.graphs:
+    def descend(
+        self, kind: Hashable, given: Any, moving: Any, plan: Mapping[str, Tensor], steps: Sequence[int], make: Make
+    ) -> int:
+        """Do what `fit.descend` does. Phases of one kind must have the same `make`, but for what the stack holds."""
+        buffers = self._buffers(kind, given, moving, plan, make)
+        groups = [(lanes, len(list(same))) for lanes, same in groupby(map(rounded, active(steps)))]
+        buffers.load(given, moving)
+        missing = {lanes for lanes, _ in groups} - set(buffers.graphs)
+        if missing:
+            buffers.plan["counts"].zero_()  # nobody moves while graphs are made
+            for lanes in missing:
                 buffers.graphs[lanes] = self._captured(buffers, lanes)
-        _load(buffers, stack)
-        for lanes, times in plan:
+            buffers.load(given, moving)  # but for velocities
+        buffers.load_plan(plan)
+        for lanes, times in groups:
             for _ in range(times):
-                buffers.graphs[lanes].replay()
-        lanes = len(stack.loss)
-        for name, tensor in stack.tensors.items():
-            tensor.copy_(buffers.stack.tensors[name][:lanes])
-        stack.loss.copy_(buffers.stack.loss[:lanes])
-        return sum(lanes * times for lanes, times in plan) * stack.ids.shape[2]
+                buffers.graphs[lanes]()
+        for target, values in zip(trees.tree_leaves(moving), trees.tree_leaves(buffers.moving), strict=True):
+            target.copy_(values[: len(target)])
+        return sum(lanes * times for lanes, times in groups) * plan["ids"].shape[2]
 
-    def _buffers(self, stack: Stack) -> _Buffers:
-        used = tuple(spec.name for spec in fields(Rule) if getattr(stack.rule, spec.name) is not None)
-        kind = (used, stack.learned, stack.loss.dtype, stack.x.data_ptr(), stack.ids.shape[2])
-        steps, lanes, _ = stack.ids.shape
-        kept = self._kept.get(kind)
-        if kept is None or kept.stack.ids.shape[0] < steps or len(kept.stack.loss) < rounded(lanes):
-            before = kept.stack.ids.shape[:2] if kept else (0, 0)
+    def _buffers(self, kind: Hashable, given: Any, moving: Any, plan: Mapping[str, Tensor], make: Make) -> _Buffers:
+        leaves, _ = trees.tree_flatten_with_path((given, moving))
+        tensors = tuple((trees.keystr(path), values.shape[1:], values.dtype) for path, values in leaves)
+        key = (kind, tensors, plan["ids"].shape[2])
+        steps, lanes = plan["counts"].shape
+        kept = self._kept.get(key)
+        had = kept.room if kept else (0, 0)
+        if kept is None or had[0] < steps or had[1] < rounded(lanes):
             # Twice as many steps as now: rounds differ, and a graph is worth keeping.
-            kept = self._kept[kind] = _empty(stack, max(2 * steps, before[0]), max(rounded(lanes), before[1]))
+            kept, room = None, (max(2 * steps, had[0]), max(rounded(lanes), had[1]))
+            self._kept.pop(key, None)  # the old ones go before new ones come
+            kept = self._kept[key] = self._empty(given, moving, plan, make, *room)
         return kept
 
-    def _captured(self, buffers: _Buffers, lanes: int) -> Any:
-        stack, counter = buffers.stack, buffers.counter
-        # Every lane is asleep while graphs are made, so that nothing moves.
-        stack.counts.zero_()
-        counter.zero_()
-        stepper = Stepper(stack, lanes, self._layout, self._forward, self._low)
+    def _empty(
+        self, given: Any, moving: Any, plan: Mapping[str, Tensor], make: Make, steps: int, lanes: int
+    ) -> _Buffers:
+        """Return buffers like a stack, for more steps and lanes."""
+        given, moving = trees.tree_map(lambda values: values.new_zeros(lanes, *values.shape[1:]), (given, moving))
+        room = {name: values.new_zeros(steps, lanes, *values.shape[2:]) for name, values in plan.items()}
+        counter = torch.zeros(1, dtype=torch.int64, device=plan["counts"].device)
+        return _Buffers(make, given, moving, room, counter, torch.cuda.graph_pool_handle() if counter.is_cuda else None)
 
-        def step() -> None:
-            ids = stack.ids.index_select(0, counter)[0, :lanes]
-            counts = stack.counts.index_select(0, counter)[0, :lanes]
-            stepper(ids, counts, idle=True)
-            counter.add_(1)
+    def _captured(self, buffers: _Buffers, lanes: int) -> Callable[[], None]:
+        """Return what takes a step: a graph, or the step itself where the method waits for the device in it."""
+        step = buffers.step(lanes)
+        if not buffers.counter.is_cuda:
+            return step
+        self._aside = self._aside or torch.cuda.Stream()
+        self._aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._aside):
+            waits = _waits(step)
+        torch.cuda.current_stream().wait_stream(self._aside)
+        buffers.counter.zero_()
+        return step if waits else captured(step, self._aside, buffers.pool)
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+
+def _waits(step: Callable[[], None]) -> bool:
+    """Take a step, and say whether it waits for the device. That is also what libraries want before a capture."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        try:
+            torch.cuda.set_sync_debug_mode("error")
             step()
-        torch.cuda.current_stream().wait_stream(side)
-        counter.zero_()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=buffers.pool):
-            step()
-        return graph
-
-
-def _empty(stack: Stack, steps: int, lanes: int) -> _Buffers:
-    """Return buffers like a stack, for more steps and lanes; what is in them moves nowhere."""
-
-    def room(values: Tensor | None) -> Any:
-        return None if values is None else values.new_zeros(lanes, *values.shape[1:])
-
-    rule = Rule(**{spec.name: room(getattr(stack.rule, spec.name)) for spec in fields(Rule)})
-    at = Stack(
-        tensors={name: room(tensor) for name, tensor in stack.tensors.items()},
-        rule=rule,
-        learned=stack.learned,
-        ids=stack.ids.new_zeros(steps, lanes, stack.ids.shape[2]),
-        counts=stack.counts.new_zeros(steps, lanes),
-        x=stack.x,
-        y=stack.y,
-        unit=stack.unit,
-        mean=room(stack.mean),
-        std=torch.ones_like(room(stack.std)),
-    )
-    pool = torch.cuda.graph_pool_handle() if stack.loss.is_cuda else None
-    return _Buffers(at, torch.zeros(1, dtype=torch.int64, device=stack.loss.device), pool)
-
-
-def _load(buffers: _Buffers, stack: Stack) -> None:
-    at, (steps, lanes, _) = buffers.stack, stack.ids.shape
-    for spec in fields(Rule):
-        values = getattr(stack.rule, spec.name)
-        if values is not None:
-            getattr(at.rule, spec.name)[:lanes] = values
-    for name, tensor in stack.tensors.items():
-        at.tensors[name][:lanes] = tensor
-    at.mean[:lanes], at.std[:lanes] = stack.mean, stack.std
-    at.loss.zero_()
-    at.counts.zero_()
-    at.counts[:steps, :lanes] = stack.counts
-    at.ids[:steps, :lanes] = stack.ids
-    buffers.counter.zero_()
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return False

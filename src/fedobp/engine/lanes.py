@@ -26,11 +26,11 @@ from fedobp.algorithms import Client, Record, Sweep, Tensors, Train
 from fedobp.data import Split
 from fedobp.engine.arithmetic import Precision, steady
 from fedobp.engine.cost import Cost, cost
-from fedobp.engine.fit import Stack, descend
+from fedobp.engine.fit import descend, training
 from fedobp.engine.graphs import Graphs
 from fedobp.engine.interface import Counters, Task, Trained
 from fedobp.engine.kernels import fused_for
-from fedobp.engine.phases import Done, Lane, Phase, first_lanes, rule_of
+from fedobp.engine.phases import Done, Lane, Phase, rule_of, scaling_of
 from fedobp.engine.schedule import batches_of, orders, share_of
 from fedobp.engine.serial import last_models, poisoned, without_norms
 from fedobp.engine.stack import Columns, Forward, Grouped, stacked
@@ -57,9 +57,9 @@ class Lanes:
         self._model, self._batch, self._precision, self._memory = model, batch, precision, memory
         self._low = precision == "bf16"
         self._forms: dict[str, Forward] = {"cpu": stacked(model, Grouped), "cuda": stacked(model, Columns)}
-        self._graphs = Graphs(model.layout, self._forms["cuda"], self._low)
+        self._graphs = Graphs()
         self._fused: dict[torch.device, Fused | None] = {}
-        self._functions = Vectorised(model, batch, self._low)
+        self._functions = Vectorised(model, batch, self._low, self._graphs)
         self._workers = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self._workers, "fedobp-lanes")
         self._costs: dict[tuple[str, torch.dtype], Cost] = {}
@@ -144,7 +144,7 @@ class Lanes:
                 x = data.samples(ids.flatten()).unflatten(0, ids.shape)
                 if special:
                     with self._functions.autocast(x):
-                        logits = vmap(special)(first_lanes(mine, lanes), x)
+                        logits = vmap(special)({name: values[:lanes] for name, values in mine.items()}, x)
                 else:
                     logits = self._logits({name: tensor[:lanes] for name, tensor in tensors.items()}, x)
                 found[there[:lanes], start : start + width] = logits.argmax(dim=2)
@@ -307,25 +307,18 @@ class Lanes:
         models = [row for [row] in rows]
         # One alone is trained where it lies: as `data`, because its neighbours' steps are no changes to it.
         theta = torch.stack(models) if len(models) > 1 else models[0].data[None]
-        stack = Stack(
-            tensors={name: tensor.contiguous() for name, tensor in layout.views(theta).items()},
-            rule=rule_of(lanes, layout.size),
-            learned=frozenset(learned),
-            ids=ids,
-            counts=counts,
-            x=data[0].x,
-            y=data[0].y,
-            unit=data[0].unit,
-            mean=torch.stack([one.mean for one in data]),
-            std=torch.stack([one.std for one in data]),
-        )
+        given = {"rule": rule_of(lanes, layout.size).used(), **scaling_of(lanes)}
+        tensors = {name: tensor.contiguous() for name, tensor in layout.views(theta).items()}
+        moving: dict[str, Any] = {"tensors": tensors, "loss": theta.new_zeros(len(lanes))}
+        make = training(data[0], learned, layout, self._forms[theta.device.type], self._low)
+        plan = {"ids": ids, "counts": counts}
         if theta.is_cuda:
-            slots = self._graphs.descend(stack, steps)
+            slots = self._graphs.descend(lanes[0].phase.options, given, moving, plan, steps, make)
         else:
-            slots = descend(stack, steps, layout, self._forms["cpu"], self._low)
+            slots = descend(given, moving, plan, steps, make)
         if len(models) > 1 or theta.is_cuda:
-            torch._foreach_copy_(models, list(layout.flatten(stack.tensors).unbind()))
-        return stack.loss, slots
+            torch._foreach_copy_(models, list(layout.flatten(tensors).unbind()))
+        return moving["loss"], slots
 
     def _fit_vectorised(self, lanes: Sequence[Lane], rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:
         """Train a stack as `_fit_plain` does, by a vectorised function of one lane."""

@@ -91,12 +91,10 @@ def stacked_home(lanes: Sequence[Lane], home: str) -> Any:
     return {name: value(name) for name in names}
 
 
-def first_lanes(record: Mapping[str, Any], lanes: int) -> dict[str, Any]:
-    """Return a stacked record of the first lanes alone."""
-    return {
-        name: value[:lanes] if isinstance(value, Tensor) else type(value)(value.values[:lanes], value.keep[:lanes])
-        for name, value in record.items()
-    }
+def scaling_of(lanes: Sequence[Lane]) -> Tensors:
+    """Return how lanes' inputs are scaled."""
+    data = [lane.phase.task.people.data for lane in lanes]
+    return {name: torch.stack([getattr(one, name) for one in data]) for name in ("mean", "std")}
 
 
 def rule_of(lanes: Sequence[Lane], size: int, special: bool = True) -> Rule:

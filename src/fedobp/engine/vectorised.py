@@ -11,22 +11,26 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 from torch.nn import functional
+from torch.utils import _pytree as trees
 
-from fedobp.algorithms import Batch, Client, Record, Tensors
+from fedobp.algorithms import Batch, Client, Tensors
 from fedobp.data import FederatedData
-from fedobp.engine.fit import active, move
-from fedobp.engine.phases import Lane, first_lanes, rule_of, stacked_home
+from fedobp.engine.fit import Make, Rule, Step, descend, move, scaled
+from fedobp.engine.graphs import Graphs
+from fedobp.engine.phases import Lane, rule_of, scaling_of, stacked_home
 from fedobp.engine.schedule import SUBSET, batches_of, orders, step_key
 from fedobp.engine.serial import without_norms
 from fedobp.models import Model
 from fedobp.transfer import send
 
+_HOMES = ("own", "down", "work", "hp", "data")  # where a client's values live
+
 
 class Vectorised:
     """Runs functions of one lane on stacks of lanes."""
 
-    def __init__(self, model: Model, batch: int, low: bool) -> None:
-        self._model, self._batch, self._low = model, batch, low
+    def __init__(self, model: Model, batch: int, low: bool, graphs: Graphs) -> None:
+        self._model, self._batch, self._low, self._graphs = model, batch, low, graphs
 
     def fit(
         self, lanes: Sequence[Lane], rows: Sequence[Sequence[Tensor]], ids: Tensor, counts: Tensor
@@ -35,119 +39,160 @@ class Vectorised:
 
         That is for a loss of the method's own, and for BatchNorm, which has statistics to move.
         """
-        data = [lane.phase.task.people.data for lane in lanes]
         item, layout = lanes[0].phase.item, self._model.layout
         loss_of, first = item.loss, item.learn[0]
 
-        def one(
-            learned: Tensors, own: Tensors, down: Record, work: Tensors, hp: Tensors, data: Tensors, batch: Batch
-        ) -> Any:
+        def one(learned: Tensors, homes: dict[str, Any], batch: Batch) -> Any:
             if loss_of is not None:
-                return loss_of(self._model, Client(own, down, {**work, **learned}, {}, hp, data), batch), ()
+                client = Client(**{**homes, "work": {**homes["work"], **learned}}, up={})
+                return loss_of(self._model, client, batch), ()
             logits, statistics = self._model.trained(learned[first], batch.x, batch.weight)
             return batch.mean(functional.cross_entropy(logits, batch.y, reduction="none")), statistics
 
         step_of: Callable[..., Any] = vmap(grad_and_value(one, has_aux=True))
         if loss_of is not None:
             without_norms(self._model)
-            state = [stacked_home(lanes, home) for home in ("own", "down", "work", "hp", "data")]
-            learned = {name: state[2][name].clone() for name in item.learn}
+            homes = {home: stacked_home(lanes, home) for home in _HOMES}
+            learned = {name: homes["work"].pop(name) for name in item.learn}
         else:
-            state, learned = [{}] * 5, {first: torch.stack([row for [row] in rows])}
+            homes, learned = {}, {first: torch.stack([row for [row] in rows])}
         rules = {name: rule_of(lanes, learned[name].shape[1], special=name == first) for name in item.learn}
         free = rules[first].moving
         if item.part != "all":
             inside = layout.is_head(ids.device) == (item.part == "head")
             free = (inside if free is None else inside & free).expand(len(lanes), -1)
-        free_statistics = None
+        given: dict[str, Any] = {"homes": homes, "scaling": scaling_of(lanes)}
         if loss_of is None:
             entries = torch.arange(layout.size, device=ids.device).expand(len(lanes), -1)
             free = torch.ones_like(entries, dtype=torch.bool) if free is None else free
-            free_statistics, free = free[:, layout.learned :], free & (entries < layout.learned)
+            given["statistics"], free = free[:, layout.learned :], free & (entries < layout.learned)
         rules[first] = replace(rules[first], moving=free)
-        total = learned[first].new_zeros(len(lanes))
-        keys = send(torch.stack([lane.phase.keys[lane.row] for lane in lanes]), ids.device)
+        given["rules"] = {name: rule.used() for name, rule in rules.items()}
+        samples = lanes[0].phase.task.people.data
+
+        def make(given: Any, moving: Any, awake: int) -> Step:
+            homes, scaling, learned, total = first_lanes(
+                (given["homes"], given["scaling"], moving["learned"], moving["loss"]), awake
+            )
+            rules = {name: Rule(**rule).part(awake) for name, rule in given["rules"].items()}
+
+            def step(now: Tensors) -> None:
+                with self.autocast(total):
+                    gradients, (loss, seen) = step_of(learned, homes, batch_of(samples, scaling, now))
+                there = now["counts"] > 0
+                total.add_(loss * there)
+                for name, rule in rules.items():
+                    move(learned[name], gradients[name], rule, there.to(total.dtype))
+                if loss_of is None:
+                    statistics = learned[first][:, layout.learned :]
+                    new = given["statistics"][:awake] & there[:, None]
+                    statistics.copy_(torch.where(new, seen, statistics))
+
+            return step
+
         per_epoch = send([batches_of(lane.n, self._batch) for lane in lanes], ids.device)
-        slots = 0
-        with self.autocast(total):
-            for step, awake in enumerate(active([lane.steps for lane in lanes])):
-                now, epoch = ids[step, :awake], step // per_epoch[:awake]
-                when = step_key(keys[:awake], epoch, step % per_epoch[:awake]), torch.full_like(epoch, step), epoch
-                part = [first_lanes(home, awake) for home in (learned, *state)]
-                gradients, (loss, seen) = step_of(*part, self._batch_of(data, now, counts[step, :awake], when))
-                total[:awake] += loss
-                for name in item.learn:
-                    move(learned[name][:awake], gradients[name], rules[name].part(awake))
-                if free_statistics is not None:
-                    statistics = learned[first][:awake, layout.learned :]
-                    statistics.copy_(torch.where(free_statistics[:awake], seen, statistics))
-                slots += now.numel()
+        steps = torch.arange(len(ids), device=ids.device)[:, None].expand(-1, len(lanes))
+        plan = plan_of(keys_of(lanes), ids, counts, steps, steps // per_epoch, steps % per_epoch)
+        moving = {"learned": learned, "loss": learned[first].new_zeros(len(lanes))}
+        slots = self._descend(lanes, given, moving, plan, [lane.steps for lane in lanes], make)
         for at, vectors in enumerate(rows):
             torch._foreach_copy_(list(vectors), [values[at] for values in learned.values()])
-        return total, slots
+        return moving["loss"], slots
 
     def sweep(self, lanes: Sequence[Lane], size: int) -> tuple[Tensors, list[int], int]:
         """Take a stack through a sweep: return `work` after it, each lane's epochs, and the slots taken."""
         item, data = lanes[0].phase.item, [lane.phase.task.people.data for lane in lanes]
-        device, once = data[0].x.device, [1] * len(lanes)
-        keys = send(torch.stack([lane.phase.keys[lane.row] for lane in lanes]), device)
-        own, down, work, hp, about = (stacked_home(lanes, home) for home in ("own", "down", "work", "hp", "data"))
+        samples, device, keys = data[0], data[0].x.device, keys_of(lanes)
+        homes = {home: stacked_home(lanes, home) for home in _HOMES}
+        work = homes.pop("work")
         chosen = None
         if item.fraction < 1:
             all_of = [one.size(lane.client, "train") for one, lane in zip(data, lanes, strict=True)]
-            chosen = orders(keys, all_of, once, max(all_of), 1, SUBSET).positions[:, 0]
+            chosen = orders(keys, all_of, [1] * len(lanes), max(all_of), 1, SUBSET).positions[:, 0]
 
-        def step(own: Tensors, down: Record, work: Tensors, hp: Tensors, about: Tensors, batch: Batch) -> Any:
-            return item.step(self._model, Client(own, down, work, {}, hp, about), batch).work
+        def one(work: Tensors, homes: dict[str, Any], batch: Batch) -> Any:
+            return item.step(self._model, Client(**homes, work=work, up={}), batch).work
 
-        def more(own: Tensors, down: Record, work: Tensors, hp: Tensors, about: Tensors) -> Any:
-            return item.more(self._model, Client(own, down, work, {}, hp, about))
+        def more(work: Tensors, homes: dict[str, Any]) -> Any:
+            return item.more(self._model, Client(**homes, work=work, up={}))
 
-        step_of: Callable[..., Any] = vmap(step)
+        step_of: Callable[..., Any] = vmap(one)
+
+        def make(given: Any, moving: Any, awake: int) -> Step:
+            homes, scaling, alive, work = first_lanes((given["homes"], given["scaling"], given["alive"], moving), awake)
+
+            def step(now: Tensors) -> None:
+                batch = batch_of(samples, scaling, now)
+                with self.autocast(batch.x):
+                    after = step_of(work, homes, batch)
+                goes = alive & (now["counts"] > 0)
+                # All are computed before any is changed: one may be another one's old value.
+                new = {
+                    name: torch.where(goes.view(-1, *[1] * (values.ndim - 1)), values, work[name])
+                    for name, values in after.items()
+                }
+                for name, values in new.items():
+                    work[name].copy_(values)
+
+            return step
+
         alive, epochs, slots = torch.ones(len(lanes), dtype=torch.bool, device=device), [0] * len(lanes), 0
         rows = send([lane.steps for lane in lanes], device)
-        for epoch in range(item.epochs):
+        # Where nobody is asked whether to go on, all epochs are one plan.
+        at_once = item.epochs if item.more is None else 1
+        for first in range(0, item.epochs, at_once):
             if item.more is not None:
-                alive &= vmap(more)(own, down, work, hp, about)
+                alive &= vmap(more)(work, homes)
                 if not alive.any():
                     break
             going = alive.tolist() if item.more is not None else [True] * len(lanes)
-            epochs = [times + goes for times, goes in zip(epochs, going, strict=True)]
-            positions, counts = orders(keys, [lane.n for lane in lanes], once, size, item.smallest, epoch)
+            epochs = [times + at_once * goes for times, goes in zip(epochs, going, strict=True)]
+            times = [at_once] * len(lanes)
+            positions, counts = orders(keys, [lane.n for lane in lanes], times, size, item.smallest, first)
             if chosen is not None:
                 positions = chosen.gather(1, positions.flatten(1)).view_as(positions)
             ids, counts = ids_of(lanes, positions).transpose(0, 1), counts.t()
-            for at, awake in enumerate(active([lane.steps for lane in lanes])):
-                when = (
-                    step_key(keys[:awake], epoch, at),
-                    epoch * rows[:awake] + at,
-                    torch.full_like(rows[:awake], epoch),
-                )
-                batch = self._batch_of(data, ids[at, :awake], counts[at, :awake], when)
-                part = [first_lanes(home, awake) for home in (own, down, work, hp, about)]
-                with self.autocast(batch.x):
-                    after = step_of(*part, batch)
-                for name, values in after.items():
-                    before = work[name][:awake]
-                    if item.more is not None:
-                        values = torch.where(alive[:awake].view(-1, *[1] * (values.ndim - 1)), values, before)
-                    before.copy_(values)
-                slots += ids[at, :awake].numel()
+            steps = torch.arange(len(ids), device=device)[:, None].expand(-1, len(lanes))
+            plan = plan_of(keys, ids, counts, first * rows + steps, first + steps // rows, steps % rows)
+            given = {"homes": homes, "scaling": scaling_of(lanes), "alive": alive}
+            slots += self._descend(lanes, given, work, plan, [at_once * lane.steps for lane in lanes], make)
         return work, epochs, slots
 
-    def _batch_of(
-        self, data: Sequence[FederatedData], ids: Tensor, counts: Tensor, when: tuple[Tensor, Tensor, Tensor]
-    ) -> Batch:
-        """Return the samples `ids` [lanes, size] of the first lanes, of which `counts` are real."""
-        mean, std = (torch.stack([getattr(one, name) for one in data[: len(ids)]]) for name in ("mean", "std"))
-        x = data[0].x[ids.flatten()].unflatten(0, ids.shape)
-        x = ((x.to(mean.dtype) / data[0].unit) - mean) / std
-        weight = (torch.arange(ids.shape[1], device=ids.device) < counts[:, None]).to(mean.dtype)
-        return Batch(x, data[0].y[ids], weight, *when)
+    def _descend(
+        self, lanes: Sequence[Lane], given: Any, moving: Any, plan: Tensors, steps: Sequence[int], make: Make
+    ) -> int:
+        """Take all steps; on CUDA from graphs, but for a sweep over whole shards: no two cohorts' are equally large."""
+        phase = lanes[0].phase
+        if plan["counts"].is_cuda and not getattr(phase.item, "whole", False):
+            return self._graphs.descend(phase.kind, given, moving, plan, steps, make)
+        return descend(given, moving, plan, steps, make)
 
     def autocast(self, like: Tensor) -> torch.autocast:
         """Return the context in which products have the engine's precision."""
         return torch.autocast(like.device.type, torch.bfloat16, enabled=self._low, cache_enabled=False)
+
+
+def keys_of(lanes: Sequence[Lane]) -> Tensor:
+    """Return the lanes' keys, on their device."""
+    return send(torch.stack([lane.phase.keys[lane.row] for lane in lanes]), lanes[0].phase.task.people.data.x.device)
+
+
+def plan_of(keys: Tensor, ids: Tensor, counts: Tensor, step: Tensor, epoch: Tensor, batch: Tensor) -> Tensors:
+    """Return all that a step's batch is made of, [steps, lanes, ...]."""
+    return {"ids": ids, "counts": counts, "key": step_key(keys, epoch, batch), "step": step, "epoch": epoch}
+
+
+def batch_of(data: FederatedData, scaling: Tensors, now: Tensors) -> Batch:
+    """Return the batch that a plan asks for. A lane without samples gets one: what it computes is a number."""
+    ids = now["ids"]
+    x = scaled(data, ids, **scaling)
+    real = torch.arange(ids.shape[1], device=ids.device) < now["counts"].clamp(min=1)[:, None]
+    return Batch(x, data.y[ids], real.to(x.dtype), now["key"], now["step"], now["epoch"])
+
+
+def first_lanes(tree: Any, lanes: int) -> Any:
+    """Return a view of the first lanes of every tensor in a tree."""
+    return trees.tree_map(lambda values: values[:lanes], tree)
 
 
 def ids_of(lanes: Sequence[Lane], positions: Tensor) -> Tensor:

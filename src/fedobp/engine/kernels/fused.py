@@ -12,6 +12,7 @@ from torch import Tensor
 from fedobp.algorithms.base import Part
 from fedobp.data import FederatedData
 from fedobp.engine.fit import Rule, active
+from fedobp.engine.graphs import captured
 from fedobp.engine.kernels.rule import DECAY, DRIFT, MASK, MOMENTUM, PULL, arrange
 from fedobp.engine.kernels.shapes import Shapes, flat_order, kernel_order
 from fedobp.engine.kernels.step import Arithmetic, Buffers, Kind, Launches, Samples, launches, refresh, splits_of
@@ -164,7 +165,7 @@ class Fused:
 
             kept.graphs[lanes, repeat] = run
             if self._device.type == "cuda":
-                kept.graphs[lanes, repeat] = _captured(run).replay
+                kept.graphs[lanes, repeat] = captured(run, torch.cuda.Stream())
         return kept.graphs[lanes, repeat]
 
     def _load(
@@ -219,14 +220,3 @@ def _bits(rule: Rule) -> int:
         (rule.moving, MASK),
     )
     return sum(bit.value for values, bit in terms if values is not None)
-
-
-def _captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    # Not by `torch.cuda.graph`, which collects garbage each time: there is none, and it takes longer than all the rest.
-    graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        graph.capture_begin()
-        run()
-        graph.capture_end()
-    return graph
