@@ -5,6 +5,7 @@ the plan says now: replaying is all that the host does in a phase, and it never 
 to a few sizes; a lane without samples is left as it is.
 """
 
+import gc
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,14 +28,20 @@ def rounded(lanes: int) -> int:
 def captured(run: Callable[[], None], aside: torch.cuda.Stream, pool: Any = None) -> Callable[[], None]:
     """Return what launches a function's kernels again, as one graph.
 
-    Not by `torch.cuda.graph`, which collects garbage each time: there is none, and it takes longer than all the rest.
+    An old graph that is thrown away during a capture spoils it. `torch.cuda.graph` collects all garbage beforehand, which
+    takes longer than all the rest; here nobody collects any in the meantime.
     """
-    graph = torch.cuda.CUDAGraph()
+    graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
     aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        graph.capture_begin(*([] if pool is None else [pool]))
-        run()
-        graph.capture_end()
+    gc.disable()
+    try:
+        with torch.cuda.stream(aside):
+            graph.capture_begin(*([] if pool is None else [pool]))
+            run()
+            graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
     torch.cuda.current_stream().wait_stream(aside)
     return graph.replay
 
