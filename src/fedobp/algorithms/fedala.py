@@ -145,10 +145,15 @@ class FedALA(FedAvg):
 
     def _learn(self, model: Model, client: Client, batch: Batch) -> Client:
         """Step W along the gradient of the mixed top, clip it, mix anew (the paper's update of W); note the loss."""
-        work, (below, mixed) = client.work, self._split(model, client.theta)
+        work, (below, mixed), layout = client.work, self._split(model, client.theta), model.layout
+        names, sizes = layout.names[-self.tensors :], layout.sizes[-self.tensors :]
+        shapes = layout.shapes[-self.tensors :]
 
         def loss_of(top: Tensor) -> Tensor:
-            logits = model.logits(torch.cat([below, top]), batch.x)
+            # Tensor by tensor: of a vector made of below and top, the gradient would be taken of all.
+            pieces = zip(names, top.split(sizes), shapes, strict=True)
+            tensors = {**layout.views(client.theta), **{name: piece.view(shape) for name, piece, shape in pieces}}
+            logits = model.apply(tensors, batch.x)
             return batch.mean(functional.cross_entropy(logits, batch.y, reduction="none"))
 
         gradient, loss = grad_and_value(loss_of)(mixed)

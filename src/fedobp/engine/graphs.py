@@ -28,8 +28,8 @@ def rounded(lanes: int) -> int:
 def captured(run: Callable[[], None], aside: torch.cuda.Stream, pool: Any = None) -> Callable[[], None]:
     """Return what launches a function's kernels again, as one graph.
 
-    An old graph that is thrown away during a capture spoils it. `torch.cuda.graph` collects all garbage beforehand, which
-    takes longer than all the rest; here nobody collects any in the meantime.
+    An old graph that is thrown away during a capture spoils it. `torch.cuda.graph` collects all garbage beforehand,
+    which takes longer than all the rest; here nobody collects any in the meantime.
     """
     graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
     aside.wait_stream(torch.cuda.current_stream())
