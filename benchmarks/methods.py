@@ -2,7 +2,8 @@
 
     python benchmarks/methods.py run --dataset cifar10 --seeds 42,43          # what is not there yet
     python benchmarks/methods.py run --dataset mnist --methods fedobp,fedper  # some of it
-    python benchmarks/methods.py table --dataset cifar10                      # as a table
+    python benchmarks/methods.py table --dataset cifar10                      # as a table, beside published.json
+    python benchmarks/methods.py pages --dataset cifar10                      # a curve and a table on every page
 
 Dirichlet(0.1), partition seed 42, the authors' own sampling; the best of rounds 100, 200, 300 and 400 is reported,
 beside it each client's last local model and the served model after 5 local epochs. Methods that differ from what ran
@@ -25,6 +26,11 @@ from fedobp.data import data_dir
 from fedobp.models import Model
 
 RESULTS = Path(__file__).parent / "results"
+PUBLISHED = Path(__file__).parent / "published.json"
+DOCS = Path(__file__).parents[1] / "docs"
+ALPHA = 0.1
+FIRST = "faithful"  # a method's own mode
+BEGIN, END = "<!-- measured -->", "<!-- end of measured -->"  # what `pages` writes lies between them
 
 
 def variants(names: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
@@ -38,8 +44,8 @@ def variants(names: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
 
 def file_of(folder: Path, config: Config) -> Path:
     """Return where a run's result is kept."""
-    mode = config.options.get("mode", "faithful")
-    name = config.method if mode == "faithful" else f"{config.method}-{mode}"
+    mode = config.options.get("mode", FIRST)
+    name = config.method if mode == FIRST else f"{config.method}-{mode}"
     return folder / config.dataset / f"{name}-seed{config.seed}.json"
 
 
@@ -57,7 +63,7 @@ def run(given: argparse.Namespace) -> None:
     names = list(METHODS) if given.methods == "all" else given.methods.split(",")
     configs = [
         Config(dataset=given.dataset, method=name, options=options, seed=seed, partition_seed=42, rounds=given.rounds,
-               clients=100, alpha=0.1, protocol="paper", sampling="published", eval_every=100, finetune_epochs=5,
+               clients=100, alpha=ALPHA, protocol="paper", sampling="published", eval_every=20, finetune_epochs=5,
                save_models="none", precision=given.precision, device=given.device, data_dir=str(data_dir()))
         for name, options in variants(names)
         for seed in map(int, given.seeds.split(","))
@@ -89,26 +95,106 @@ def run(given: argparse.Namespace) -> None:
         print(f"  {len(group)} runs in {time.perf_counter() - started:.1f} s", flush=True)
 
 
+def found(folder: Path, dataset: str) -> dict[str, list[dict[str, Any]]]:
+    """Return all results of a dataset, in the order of the methods, by file name without the seed."""
+    known = [f"{name}{mode}" for name in METHODS for mode in ("", "-as-published")]
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for file in sorted((folder / dataset).glob("*.json")):
+        runs.setdefault(file.stem.rpartition("-seed")[0], []).append(json.loads(file.read_text()))
+    return {name: runs[name] for name in known if name in runs}
+
+
+def mean(runs: list[dict[str, Any]], column: str) -> str:
+    """Return a column's mean over seeds."""
+    return f"{statistics.fmean(run[column]['pooled'] for run in runs):.2f}"
+
+
+def row(name: str, runs: list[dict[str, Any]]) -> list[str]:
+    """Return what was measured of a method, as cells."""
+    compute = f"{runs[0]['compute']['visit']:.1f}, {runs[0]['compute']['use']:.1f}"
+    title = name.replace("-as-published", ", as published")
+    columns = [mean(runs, column) for column in ("accuracy", "last", "finetuned")]
+    return [title, *columns, compute, ", ".join(str(run["seed"]) for run in runs)]
+
+
+HEADER = ["method", "as served", "own last model", "after 5 epochs", "passes in a visit, before use", "seeds"]
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """Return rows as a table, the first of them its head."""
+    lines = [f"| {' | '.join(cells)} |" for cells in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
 def table(given: argparse.Namespace) -> None:
-    """Print what is there as a table in Markdown: means over seeds."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for file in sorted((given.out / given.dataset).glob("*.json")):
-        found.setdefault(file.stem.rpartition("-seed")[0], []).append(json.loads(file.read_text()))
-    print("| method | as served | own last model | after 5 epochs | passes in a visit, before use | seeds |")
-    print("|---|---|---|---|---|---|")
-    for name, runs in found.items():
-        columns = [
-            f"{statistics.fmean(run[column]['pooled'] for run in runs):.2f}"
-            for column in ("accuracy", "last", "finetuned")
-        ]
-        compute = f"{runs[0]['compute']['visit']:.1f}, {runs[0]['compute']['use']:.1f}"
-        print(f"| {name} | {' | '.join(columns)} | {compute} | {', '.join(str(run['seed']) for run in runs)} |")
+    """Print what is there as a table in Markdown: means over seeds, beside what was published."""
+    theirs = json.loads(PUBLISHED.read_text())["accuracy"].get(given.dataset, {})
+    rows = [[HEADER[0], "published", "momentum 0", *HEADER[1:]]]
+    for name, runs in found(given.out, given.dataset).items():
+        method, *cells = row(name, runs)
+        row_of = theirs.get(runs[0]["method"], {})
+        published = row_of.get("published", {}).get(str(ALPHA), "")
+        rows.append([method, str(published), str(row_of.get("momentum 0", "")), *cells])
+    print(markdown(rows))
+
+
+def curve(file: Path, lines: dict[str, list[dict[str, Any]]], beside: dict[str, list[dict[str, Any]]]) -> None:
+    """Draw pooled accuracy by round: a method's runs, and in grey those of others."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "fedobp"  # the same bytes every time
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 3.2), layout="constrained")
+    shades = ["0.75", "0.55", "0.35"]
+    for (name, runs), shade in zip(beside.items(), shades, strict=False):
+        axes.plot(*zip(*runs[0]["history"], strict=True), color=shade, linewidth=1, label=name)
+    for at, (name, runs) in enumerate(lines.items()):
+        for run in runs:
+            label = name.replace("-as-published", ", as published") if run is runs[0] else None
+            axes.plot(*zip(*run["history"], strict=True), color=f"C{at}", linewidth=1.6, label=label)
+    axes.set(xlabel="round", ylabel="accuracy, per cent")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right", fontsize="small")
+    file.parent.mkdir(exist_ok=True)
+    figure.savefig(file, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def pages(given: argparse.Namespace) -> None:
+    """Write a curve and a table on every method's page."""
+    runs = found(given.out, given.dataset)
+    for name in METHODS:
+        mine = {key: runs[key] for key in (name, f"{name}-as-published") if key in runs}
+        if not mine:
+            continue
+        page = DOCS / "fedobp.md" if name == "fedobp" else DOCS / "methods" / f"{name}.md"
+        image = DOCS / "methods" / "curves" / f"{name}.svg"
+        beside: dict[str, list[dict[str, Any]]] = {
+            key: runs[key] for key in ("fedavg", "local", "fedobp") if key in runs and key != name
+        }
+        curve(image, mine, beside)
+        rows = [HEADER, *(row(key, found) for key, found in [*mine.items(), *beside.items()])]
+        place = "methods/curves" if name == "fedobp" else "curves"
+        setting = f"{given.dataset}, Dirichlet({ALPHA}), partition seed 42, 100 clients, 10 a round, 400 rounds"
+        text = (
+            f"{BEGIN}\n## Measured\n\n{setting}:\nthe best of rounds 100, 200, 300 and 400, mean over seeds "
+            f"(`benchmarks/methods.py`, one H200).\n\n{markdown(rows)}\n\n"
+            f"![accuracy by round]({place}/{image.name})\n{END}\n"
+        )
+        old = page.read_text()
+        start = old.index(BEGIN) if BEGIN in old else len(old)
+        rest = old[old.index(END) + len(END) + 1 :] if END in old else ""
+        before = old[:start] if BEGIN in old else old.rstrip("\n") + "\n\n"
+        page.write_text(before + text + rest)
+        print(page)
 
 
 def main() -> None:
     """Run a section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("section", choices=["run", "table"])
+    parser.add_argument("section", choices=["run", "table", "pages"])
     parser.add_argument("--dataset", default="cifar10")
     parser.add_argument("--methods", default="all", help="separated by commas")
     parser.add_argument("--seeds", default="42,43")
@@ -118,7 +204,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="start nothing after so many")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    (run if given.section == "run" else table)(given)
+    {"run": run, "table": table, "pages": pages}[given.section](given)
 
 
 if __name__ == "__main__":
