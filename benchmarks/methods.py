@@ -143,7 +143,7 @@ def curve(file: Path, lines: dict[str, list[dict[str, Any]]], beside: dict[str, 
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "fedobp"  # the same bytes every time
+    matplotlib.rcParams |= {"svg.hashsalt": "fedobp", "svg.fonttype": "none"}  # the same bytes every time, and few
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6.4, 3.2), layout="constrained")
