@@ -377,7 +377,7 @@ def data_import(name: str, file: Path, *, data_dir: DataDir = None, as_json: Jso
     from fedobp.report.tables import datasets_table
 
     folder = room.data_dir(data_dir)
-    row = asdict(room.store(name, file, folder).info)
+    row = asdict(room.bring(name, file, folder).info)
     place = f" --data-dir {data_dir}" if data_dir else ""
     _show(row if as_json else datasets_table([row]), f"Stored in {folder}. Next: fedobp run --dataset {name}{place}")
 

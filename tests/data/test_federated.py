@@ -11,7 +11,7 @@ NONE = np.array([], dtype=np.int64)
 
 def dataset(x, y=None, name="mine", classes=2):
     y = np.arange(len(x)) % classes if y is None else np.asarray(y)
-    return Dataset(name, np.asarray(x), y.astype(np.int64), np.arange(classes), 0)
+    return Dataset(name, np.asarray(x), y.astype(np.int64), tuple(range(classes)), 0)
 
 
 def shard(train=(), val=(), test=()):
@@ -119,7 +119,7 @@ def test_the_training_parts_of_the_digits_have_mean_0_and_deviation_1():
 
 def test_about_tells_how_to_scale_elsewhere():
     x = np.arange(5 * 2 * 2 * 3, dtype=np.uint8).reshape(5, 2, 2, 3)
-    labels = np.array([-3, 7])
+    labels = (-3, 7)
     data = federated(Dataset("mine", x, np.arange(5) % 2, labels, 0), shard(train=[0, 1, 4], test=[2, 3]))
     about = data.about()
     assert tuple(about["input_shape"]) == (3, 2, 2)

@@ -37,7 +37,7 @@ LARGE = Tiles(
 
 
 DRAW = np.random.default_rng(3)
-DATASET = Dataset("noise", DRAW.integers(0, 256, (60, 28, 28), dtype=np.uint8), np.arange(60) % 10, np.arange(10), 0)
+DATASET = Dataset("noise", DRAW.integers(0, 256, (60, 28, 28), dtype=np.uint8), np.arange(60) % 10, tuple(range(10)), 0)
 SHARDS = [
     Shard(np.arange(20), np.arange(0), np.arange(20, 30)),
     Shard(np.arange(30, 46), np.arange(0), np.arange(46, 60)),

@@ -66,7 +66,7 @@ class FederatedData:
     def about(self) -> dict[str, Any]:
         """Return what a saved model needs to be used elsewhere: its inputs are (x / unit - mean) / std."""
         scaling = {"unit": self.unit, "mean": self.mean.flatten().tolist(), "std": self.std.flatten().tolist()}
-        return {"input_shape": self.shape, "labels": self._labels.tolist(), "scaling": scaling}
+        return {"input_shape": self.shape, "labels": list(self._labels), "scaling": scaling}
 
     def size(self, client: int, split: Split) -> int:
         """How many samples a client has."""
