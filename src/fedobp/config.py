@@ -18,6 +18,7 @@ Option = float | int | str
 
 LrSchedule = Literal["constant", "cosine"]
 Sampling = Literal["keyed", "published"]
+Normalize = Literal["dataset", "train", "none", "as-published"]
 ProtocolName = Literal["default", "paper"]
 EngineName = Literal["auto", "serial", "lanes"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -55,6 +56,9 @@ class Config:
     alpha: float = _federation(0.1, "The Dirichlet's concentration: the smaller, the more the clients differ", above=0)
     partition_seed: int = _federation(None, "Seed of the partition (default: the seed)", low=0, high=2**32 - 1)
     val_ratio: float = _federation(0.0, "Share of each client's training part for validation", low=0, high=0.9)
+    normalize: Normalize = _federation(
+        None, "Scaling: known constants, those of the training parts, only to 0-1, or the authors' mistake"
+    )
     model: str = _federation(None, "Model (default: cnn; digits: cnn-small; tables: mlp)")
     rounds: int = _training(None, "Number of rounds (default: 400; digits: 60)", low=1)
     participation: float = _training(None, "Share of clients in a round (default: 0.1; digits: 0.2)", above=0, high=1)
@@ -93,7 +97,7 @@ class Config:
 
     def _fill_in(self) -> None:
         """Decide what depends on the dataset, and check names that only their rooms know."""
-        from fedobp.data import PARTITIONS, data_dir, describe
+        from fedobp.data import PARTITIONS, data_dir, describe, way_of
         from fedobp.evaluation import protocol
         from fedobp.models import NETS
 
@@ -112,6 +116,7 @@ class Config:
         for kind, name, known in (("partition", self.partition, PARTITIONS), ("model", self.model, NETS)):
             if name not in known:
                 raise unknown(kind, name, known)
+        self._set("normalize", way_of(self.dataset, self.normalize))
         protocol(self.protocol, self.rounds)
 
     def _settle_machine(self) -> None:

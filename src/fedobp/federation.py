@@ -154,10 +154,10 @@ class Federation:
             self._dataset = beside._dataset
             self.data = beside.data
             if _partition(beside.config) != _partition(config):
-                self.data = beside.data.dealt_again(self._dataset, deal(config, self._dataset)[1])
+                self.data = beside.data.dealt_again(self._dataset, deal(config, self._dataset)[1], config.normalize)
         else:
             self._dataset, shards = deal(config)
-            self.data = FederatedData(self._dataset, shards, device, dtype)
+            self.data = FederatedData(self._dataset, shards, device, dtype, config.normalize)
         self.model = Model(config.model, self.data.shape, self.data.classes)
 
     def run(
@@ -243,7 +243,7 @@ def _samples(config: Config) -> tuple[object, ...]:
 
 
 def _partition(config: Config) -> tuple[object, ...]:
-    return config.clients, config.partition, config.alpha, config.partition_seed, config.val_ratio
+    return config.clients, config.partition, config.alpha, config.partition_seed, config.val_ratio, config.normalize
 
 
 def _alike(configs: Sequence[Config]) -> list[list[int]]:

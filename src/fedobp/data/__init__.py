@@ -5,8 +5,9 @@ from fedobp.data.datasets import Dataset, Info, catalogue, data_dir, describe, l
 from fedobp.data.federated import FederatedData, Split
 from fedobp.data.known import KNOWN
 from fedobp.data.partition import PARTITIONS, Shard, partition
+from fedobp.data.scaling import way_of
 
 __all__ = [
     "KNOWN", "PARTITIONS", "Dataset", "FederatedData", "Info", "Shard", "Split", "bring", "catalogue", "data_dir",
-    "describe", "load", "names", "partition", "store",
+    "describe", "load", "names", "partition", "store", "way_of",
 ]  # fmt: skip
