@@ -276,7 +276,7 @@ def test_methods_lists_ideas_options_and_papers(command):
     [
         (["run", "--method", "fedpr"], "did you mean 'fedper'"),
         (["run", "--dataset", "mnst"], "did you mean 'mnist'"),
-        (["run", "--dataset", "mnist"], "fedobp data import mnist"),
+        (["run", "--dataset", "mnist"], "fedobp data fetch mnist"),
         (["run", "--metod", "x"], "--method"),
         (["rnu"], "'run'"),
         (["run", "--rounds", "x"], "not a valid int"),

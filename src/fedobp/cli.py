@@ -345,7 +345,7 @@ def methods(*, as_json: Json = False) -> None:
 
 @data.callback(invoke_without_command=True)
 def _data_root(context: typer.Context) -> None:
-    """List, import and show datasets."""
+    """List, fetch, import and show datasets."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -359,6 +359,32 @@ def data_list(*, data_dir: DataDir = None, as_json: Json = False) -> None:
     folder = room.data_dir(data_dir)
     rows = [asdict(info) for info in room.catalogue(folder)]
     _show({"datasets": rows} if as_json else datasets_table(rows), f"Data folder: {folder}")
+
+
+@data.command("fetch")
+def data_fetch(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...")], *, data_dir: DataDir = None, as_json: Json = False
+) -> None:
+    """Download the paper's datasets by name: mnist, fmnist, emnist, cifar10, cifar100, svhn, organamnist, organcmnist.
+
+    The official files are checked, and a download that broke off goes on where it stopped. What is there already is
+    left alone.
+
+    [bold]Examples[/bold]
+
+    \b
+    fedobp data fetch mnist cifar10
+    fedobp data fetch emnist --data-dir /data
+    """
+    from fedobp import data as room
+    from fedobp.report.tables import datasets_table
+
+    folder = room.data_dir(data_dir)
+    with _stopwatch() as advance:
+        rows = [asdict(info) for info in room.fetch(names, folder, advance)]
+    place = f" --data-dir {data_dir}" if data_dir else ""
+    footer = f"Stored in {folder}. Next: fedobp run --dataset {names[0]}{place}"
+    _show({"datasets": rows} if as_json else datasets_table(rows), footer)
 
 
 @data.command("import")

@@ -317,8 +317,8 @@ def test_a_source_that_is_not_there_is_refused(folder, tmp_path):
     assert files(folder) == {}
 
 
-def test_a_known_dataset_without_a_file_says_how_to_import_it(folder):
-    with pytest.raises(FedobpError, match=r"'cifar10' is not in .*data: run `fedobp data import cifar10 FILE.npz`"):
+def test_a_known_dataset_without_a_file_says_how_to_get_it(folder):
+    with pytest.raises(FedobpError, match=r"'cifar10' is not in .*data: run `fedobp data fetch cifar10`"):
         load("cifar10", folder)
 
 

@@ -1,19 +1,22 @@
 """Datasets: arrays of inputs and labels, kept as one npz per name, read and written without pickle."""
 
+import math
 import os
 import random
 import re
+import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedobp.data.known import KNOWN
+from fedobp.data.sources import installed, read
 from fedobp.errors import FedobpError, unknown
 from fedobp.files import replacing, unwritable
 
@@ -82,13 +85,11 @@ def describe(name: str, folder: Path) -> Info:
         return _digits().info
     path = _find(name, folder)
     if path is None:
-        known = KNOWN[name]
-        return Info(name, None, known.shape, known.classes, available=False)
+        known, here = KNOWN[name], bool(installed(name))
+        return Info(name, known.samples if here else None, known.shape, known.classes, available=here)
     try:
         with zipfile.ZipFile(path) as archive, archive.open("x.npy") as member:
-            version = np.lib.format.read_magic(member)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, _ = read(member)
+            shape, _, _ = _header(member)
             if len(shape) not in (2, 3, 4):
                 raise ValueError(f"x has shape {shape}")
         with np.load(path, allow_pickle=False) as arrays:
@@ -234,16 +235,19 @@ def _find(name: str, folder: Path) -> Path | None:
 
 def _open(name: str, folder: Path) -> dict[str, NDArray[Any]]:
     path = _find(name, folder)
-    if path is None:
+    if path is not None:
+        return read_npz(path, mapped=True)
+    files = installed(name)
+    if not files:
         raise FedobpError(
-            f"dataset '{name}' is not in {folder}: run `fedobp data import {name} FILE.npz` with arrays x and y, or "
-            "point --data-dir to where it is"
+            f"dataset '{name}' is not in {folder}: run `fedobp data fetch {name}`, or point --data-dir to where "
+            f"{name}.npz is"
         )
-    return read_npz(path)
+    return read(name, files)
 
 
-def read_npz(path: Path) -> dict[str, NDArray[Any]]:
-    """Return all arrays of an npz file, read without pickle."""
+def read_npz(path: Path, *, mapped: bool = False) -> dict[str, NDArray[Any]]:
+    """Return all arrays of an npz file, read without pickle; `mapped` leaves x in the file until it is used."""
     if not path.is_file():
         raise FedobpError(f"there is no file {path}: give the path of an npz file with arrays x and y")
     try:
@@ -252,9 +256,35 @@ def read_npz(path: Path) -> dict[str, NDArray[Any]]:
             if not isinstance(arrays, np.lib.npyio.NpzFile):
                 raise ValueError("one bare array")
             with arrays:
-                return {key: arrays[key] for key in arrays.files}
+                x = _mapped(path, "x.npy") if mapped and "x" in arrays.files else None
+                return {key: arrays[key] if x is None or key != "x" else x for key in arrays.files}
     except _DAMAGE as error:
         raise _unreadable(path, error) from error
+
+
+def _mapped(path: Path, name: str) -> NDArray[np.uint8] | None:
+    """Return an array of bytes as it lies in the file, to be read when it is used; None if it lies there otherwise."""
+    with zipfile.ZipFile(path) as archive:
+        member = archive.getinfo(name)
+        with archive.open(member) as stream:
+            shape, transposed, dtype = _header(stream)
+            before = stream.tell()
+    if member.compress_type != zipfile.ZIP_STORED or dtype != np.uint8 or transposed or 0 in shape:
+        return None
+    if before + math.prod(shape) != member.file_size:
+        raise ValueError(f"{name} is not as long as it says")
+    with path.open("rb") as file:
+        file.seek(member.header_offset + 26)  # where a member says how long its name and its extra field are
+        offset = member.header_offset + 30 + sum(struct.unpack("<HH", file.read(4))) + before
+        # Copy on write: the file never changes, and PyTorch is given memory that it may write to.
+        return np.asarray(np.memmap(file, np.uint8, "c", offset, shape))
+
+
+def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return the shape, the order (whether Fortran's) and the type of an array in npy format."""
+    if np.lib.format.read_magic(stream) == (1, 0):
+        return np.lib.format.read_array_header_1_0(stream)
+    return np.lib.format.read_array_header_2_0(stream)
 
 
 def _unreadable(path: Path, error: Exception) -> FedobpError:
