@@ -388,24 +388,42 @@ def data_fetch(
 
 
 @data.command("import")
-def data_import(name: str, file: Path, *, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Import FILE.npz as dataset NAME: arrays x (uint8 or float), y (integers), optionally n_train.
+def data_import(
+    name: str,
+    source: Path,
+    *,
+    label: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Column with the labels (default: label; in an npz: y).")
+    ] = None,
+    client: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Column that says whose a sample is, for natural clients.")
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Import SOURCE as dataset NAME; nothing is ever overwritten.
 
-    x is [N, H, W], [N, H, W, channels] or [N, features]. Under one of the paper's names it is that dataset, with its
-    published scaling; any other is scaled by the mean and deviation of its training parts.
+    SOURCE is an npz file with arrays x and y, a CSV or Parquet table of numbers with a label column, a folder that
+    holds a folder of images for each class, or a Hugging Face dataset that was saved to disk. Labels are whole numbers
+    or names.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
     \b
-    fedobp data import fmnist ~/fmnist.npz
+    fedobp data import mine arrays.npz
+    fedobp data import flowers flowers/
+    fedobp data import wards wards.csv --label outcome --client hospital
+    fedobp data import letters femnist/ --label character --client writer_id
     """
     from fedobp import data as room
     from fedobp.report.tables import datasets_table
 
     folder = room.data_dir(data_dir)
-    row = asdict(room.bring(name, file, folder).info)
-    place = f" --data-dir {data_dir}" if data_dir else ""
-    _show(row if as_json else datasets_table([row]), f"Stored in {folder}. Next: fedobp run --dataset {name}{place}")
+    with _stopwatch() as advance:
+        dataset = room.bring(name, source, folder, label=label, client=client, progress=advance)
+    row = asdict(dataset.info)
+    flags = (" --partition natural" if client else "") + (f" --data-dir {data_dir}" if data_dir else "")
+    _show(row if as_json else datasets_table([row]), f"Stored in {folder}. Next: fedobp run --dataset {name}{flags}")
 
 
 @data.command("show")

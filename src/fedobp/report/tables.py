@@ -172,9 +172,10 @@ def methods_table(methods: Sequence[dict[str, Any]]) -> RenderableType:
 
 def datasets_table(datasets: Sequence[dict[str, Any]]) -> RenderableType:
     """Return what is known of datasets."""
-    table = _table("dataset", "samples", "shape", "classes", "available")
+    table = _table("dataset", "samples", "shape", "classes", "clients", "available")
     for row in datasets:
-        samples = f"{row['samples']:,}" if row["samples"] else "-"
+        samples, clients = (f"{row[name]:,}" if row[name] else "-" for name in ("samples", "clients"))
         shape = "x".join(map(str, row["shape"]))
-        table.add_row(row["name"], samples, shape, str(row["classes"]), "yes" if row["available"] else "no")
+        available = "yes" if row["available"] else "no"
+        table.add_row(row["name"], samples, shape, str(row["classes"]), clients, available)
     return table
