@@ -156,6 +156,7 @@ class Moment:
     seed: int = 0  # the run's: draws on the server are keyed by it
     # In simulations: the gradient of the mean loss over all clients' training samples, at each of [rows, N].
     pooled: Callable[[Tensor], Tensor] | None = None
+    held_out: int = 0  # clients that never train: those with the last ids
 
 
 @dataclass(frozen=True)

@@ -60,10 +60,11 @@ class FederatedData:
     def _deal(self, dataset: Dataset, shards: Sequence[Shard], normalize: str | None) -> None:
         device = self.x.device
         self.clients = len(shards)
+        self.trainers = sum(not shard.held_out for shard in shards)  # they come first; the others never train
         self._index = {split: _Index([getattr(shard, split) for shard in shards], device) for split in _SPLITS}
         counts = [np.bincount(dataset.y[shard.train], minlength=self.classes) for shard in shards]
         self.label_counts = torch.as_tensor(np.stack(counts)).to(device)  # [clients, classes], of the training parts
-        trained = np.concatenate([shard.train for shard in shards])
+        trained = np.concatenate([shard.train for shard in shards[: self.trainers]])
         self.unit, mean, std = scaling(dataset, trained, way_of(dataset.name, normalize))
         axes = (1, -1, *[1] * (self.x.ndim - 2))
         self._labels = dataset.labels
@@ -92,8 +93,9 @@ class FederatedData:
         return index.ids[at.clamp_(max=max(0, len(index.ids) - 1))] if len(index.ids) else torch.zeros_like(positions)
 
     def pool(self, split: Split) -> Tensor:
-        """Return which samples belong to anybody's part."""
-        return self._index[split].ids
+        """Return which samples belong to anybody's part; clients that are held out are nobody here."""
+        index = self._index[split]
+        return index.ids[: sum(index.sizes[: self.trainers])]
 
     def samples(self, ids: Tensor) -> Tensor:
         """Return samples' scaled inputs."""
