@@ -23,7 +23,7 @@ CONNECT = 10.0  # seconds to wait for a connection
 STALLED = 30.0  # seconds without a byte after which a connection counts as broken
 TRIES = 5
 PAUSE = 1.0  # seconds between tries
-CHUNK = 1 << 18
+CHUNK = 1 << 14  # bytes; what a stalled connection has brought of one is lost
 
 
 def fetch(names: Sequence[str], folder: Path, progress: Progress = lambda what, share: None) -> list[Info]:
@@ -55,7 +55,8 @@ def _obtain(name: str, file: File, place: Path, progress: Progress) -> Path:
     path = place / file.name
     if path.exists():
         progress(f"{name}: checking {file.name}", 0.0)
-        if file.size not in (None, path.stat().st_size) or not pooch.hash_matches(str(path), file.checksum):
+        algorithm, digest = file.checksum.split(":")
+        if file.size not in (None, path.stat().st_size) or pooch.file_hash(str(path), algorithm) != digest:
             raise FedobpError(
                 f"{path} is not the official file, which has {_identity(file)}: remove it to have it downloaded, or "
                 f"replace it by {file.url}"
@@ -105,18 +106,21 @@ class _Download:
         """Return the error for a file that could not be had, with what to put where."""
         missing = [file for file in SOURCES[self._name].files if not (self._place / file.name).exists()]
         files = ", ".join(f"{file.name} ({file.url})" for file in missing)
-        kept = " to go on where it stopped" if self._part.exists() else ""
+        kept = " to go on where it stopped" if self._kept() else ""
         return FedobpError(
             f"dataset '{self._name}' cannot be downloaded from {self._file.url} ({reason}): run `fedobp data fetch "
             f"{self._name}` again{kept}, or first put into {self._place} by hand: {files}"
         )
+
+    def _kept(self) -> int:
+        return self._part.stat().st_size if self._part.exists() else 0
 
     def _go_on(self) -> None:
         """Fetch what is missing of the file; one try."""
         import requests
         from urllib3.exceptions import HTTPError, ReadTimeoutError
 
-        have = self._part.stat().st_size if self._part.exists() else 0
+        have = self._kept()
         if have and have == self._file.size:
             return
         # The bytes as they lie on the server: one may pack them, or take a gzipped file for a packed transfer.
