@@ -106,10 +106,11 @@ class Personal:
 
 @dataclass(frozen=True)
 class Cold:
-    """How clients fare that never trained: served as somebody new, and after one visit whose upload nobody gets."""
+    """How clients fare that never trained."""
 
-    served: Accuracy
-    visited: Accuracy
+    served: Accuracy  # as somebody new
+    visited: Accuracy  # served again, after one visit whose upload nobody else gets
+    last: Accuracy  # with the model that they trained in that visit
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ class Evaluator:
         The server keeps its record of a visitor, as after any visit, and nothing else of the upload.
         """
         method, model, engine, data = self._method, self._model, self._engine, self._people.data
-        found: dict[str, list[Tensor]] = {"served": [], "visited": []}
+        found: dict[str, list[Tensor]] = {"served": [], "visited": [], "last": []}
 
         def test(task: Task) -> list[Tensor]:
             served = self._serve(task)
@@ -259,6 +260,7 @@ class Evaluator:
             ]
             down, _ = method.send(model, now, server, {name: torch.cat([row[name] for row in alone]) for name in start})
             found["visited"] += test(replace(task, down=down))
+            found["last"] += engine.predict(task, engine.last(task, server["theta"]), "test")
         targets = [data.targets(client, "test") for client in self._held_out.tolist()]
         counts = [data.counts(client) for client in self._held_out.tolist()]
         return Cold(**{name: accuracy(labels, targets, counts) for name, labels in found.items()})

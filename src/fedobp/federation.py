@@ -526,7 +526,13 @@ class _Run(Course):
             last=chosen(report.last for report in reported),
             finetuned=chosen(report.finetuned for report in reported),
             validation=chosen(report.validation for report in reported),
-            cold=Cold(chosen(one.served for one in cold), chosen(one.visited for one in cold)) if cold else None,
+            cold=Cold(
+                served=chosen(one.served for one in cold),
+                visited=chosen(one.visited for one in cold),
+                last=chosen(one.last for one in cold),
+            )
+            if cold
+            else None,
             history=[(report.round, report.served.pooled, report.served.client_mean) for report in reports],
             personal=reports[-1].personal,
             bytes=Traffic(down / config.rounds, up / config.rounds, down, up),
