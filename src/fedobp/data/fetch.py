@@ -42,6 +42,7 @@ def _fetch(name: str, folder: Path, progress: Progress) -> Info:
         place = folder / "downloads" / name
         downloaded = [place / file.name for file in SOURCES[name].files if not (place / file.name).exists()]
         paths = [_obtain(name, file, place, progress) for file in SOURCES[name].files]
+    progress(f"{name}: unpacking", 0.0)
     dataset = store(name, read(name, paths, lambda share: progress(f"{name}: unpacking", share)), folder)
     for path in downloaded:  # what was put there by hand stays
         path.unlink()
