@@ -1,4 +1,4 @@
-"""Your own data: what comes in from tables, images and Hugging Face datasets, and what is refused with which sentence."""
+"""Your own data: what comes in from tables, images and Hugging Face datasets, and what is refused."""
 
 import csv
 import datetime
@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pyarrow
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from pyarrow import parquet
@@ -139,12 +139,10 @@ NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 @given(rows=st.lists(st.tuples(NAMES, NUMBERS, NUMBERS), min_size=2, max_size=8))
 def test_any_names_and_numbers_come_back(tmp_path, rows):
     names = ["x" + name for name, *_ in rows]  # so that none of them is a number
+    assume(len(set(names)) > 1)
     with (tmp_path / "any.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("label", "a", "b"), *((name, *row[1:]) for name, row in zip(names, rows))])
+        csv.writer(file).writerows([("label", "a", "b"), *((f"x{name}", *numbers) for name, *numbers in rows)])
     (tmp_path / "data/mine.npz").unlink(missing_ok=True)
-    if len(set(names)) == 1:
-        refused("has only the label 'x", tmp_path / "any.csv", tmp_path / "data")
-        return
     found = brought("mine", tmp_path / "any.csv", tmp_path / "data")
     assert [found.labels[at] for at in found.y] == names
     np.testing.assert_array_equal(found.x, np.array([row[1:] for row in rows], np.float32))
@@ -168,7 +166,7 @@ BAD_TABLES = {
     "no label in a row": ("label,a\n0,1\n ,1\n", "has no label in row 2 of column 'label': fill it in, or remove"),
     "a NaN for a label": ("label,a\n0,1\nnan,1\n", "has no label in row 2"),
     "a regression": ("label,a\n0.5,1\n2,1\n", "fractions in the label column 'label', such as 0.5: labels must be"),
-    "one class": ("label,a\nyes,1\nyes,2\n", "'mine' has only the label 'yes': there is nothing to learn"),
+    "one class": ("label,a\nyes,1\nyes,2\n", "'mine' has only the label yes: there is nothing to learn"),
     "too many cells": ("label,a\n0,1,2\n", "has 3 cells in row 1 and 2 columns: put texts with commas into quotes"),
     "an open quote": ('label,a\n0,"1\n', "cannot be read as a CSV file"),
 }
@@ -345,7 +343,7 @@ def test_folders_that_are_not_images_by_class_are_refused(folder, tmp_path):
     (pets / "a").mkdir()
     refused("pets/a is empty: put the images of class 'a' into it", pets, folder)
     picture(pets / "a/x.png", GREY)
-    refused("'mine' has only the label 'a'", pets, folder)
+    refused("'mine' has only the label a:", pets, folder)
     picture(pets / "a/deeper/x.png", GREY)
     refused("a/deeper is a folder: the images of class 'a' must lie in", pets, folder)
     refused("folder of images, which has no columns: leave out --label", pets, folder, client="who")
@@ -483,9 +481,7 @@ def test_bad_clients_of_an_npz_are_refused(folder, tmp_path, client, sentence):
 
 def test_known_sets_take_no_names_for_labels(folder, tmp_path):
     np.savez(tmp_path / "mine.npz", x=np.zeros((2, 28, 28), np.uint8), y=np.array(["boot", "shirt"]))
-    with pytest.raises(
-        FedobpError, match="has labels from boot to shirt, and fmnist has 0 to 9: import it under anoth"
-    ):
+    with pytest.raises(FedobpError, match="has labels from boot to shirt, and fmnist has 0 to 9: import it under"):
         bring("fmnist", tmp_path / "mine.npz", folder)
 
 

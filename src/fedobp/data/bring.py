@@ -52,10 +52,10 @@ def _read(
             f"{source} cannot be imported: give a file that ends in .npz, .csv or .parquet, a folder of images by "
             "class, or the folder of a Hugging Face dataset"
         )
-    if not source.is_file():
-        raise FedobpError(f"there is no file {source}: give the path of the data to import")
     if kind == ".npz":
         return _chosen(source, read_npz(source), label, client)
+    if not source.is_file():
+        raise FedobpError(f"there is no file {source}: give the path of the table to import")
     read = read_csv if kind == ".csv" else read_parquet
     return read(source, label or "label", client, progress)
 
