@@ -24,6 +24,7 @@ from fedobp.errors import FedobpError, unknown
 _ROWS = 4096  # read together
 # Canonical whole numbers of 64 bits, also as pandas writes them where some are missing: 7 and 7.0, but not 007.
 _WHOLE = re.compile(r"-?(0|[1-9]\d{0,17})(\.0+)?")
+_NUMBERS = {str, float, int, bool, Decimal, type(None)}  # what a cell may be, unless NumPy has them as numbers
 
 Progress = Callable[[str, float], None]
 Chunk = Mapping[str, Sequence[Any] | NDArray[Any]]
@@ -125,19 +126,20 @@ def _plain(cells: Sequence[Any] | NDArray[Any]) -> Sequence[Any] | NDArray[Any]:
     """
     if isinstance(cells, np.ndarray) and cells.dtype.kind in "biuf":
         return cells
-    if not all(isinstance(cell, str | float | int | Decimal | None) for cell in cells):
-        raise ValueError
-    if any("_" in cell for cell in cells if isinstance(cell, str)):
+    if not set(map(type, cells)) <= _NUMBERS or "_" in "".join(map(str, cells)):
         raise ValueError
     return cells
 
 
 def _is_number(cell: Any) -> bool:
+    """Say whether a single cell is a number; a missing one is not a wrong one."""
+    if cell is None:
+        return True
     try:
         float(cell)
     except (ValueError, TypeError):
-        return cell is None
-    return isinstance(cell, str | float | int | Decimal | np.number) and "_" not in str(cell)
+        return False
+    return type(cell) in _NUMBERS and "_" not in str(cell)
 
 
 def read_csv(path: Path, label: str, client: str | None, progress: Progress) -> dict[str, NDArray[Any]]:
