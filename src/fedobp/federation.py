@@ -407,7 +407,7 @@ class _Run(Course):
         self.protocol = protocol(config.protocol, config.rounds)
         self.models = Models(self.model.layout, self.server["theta"])
         self.keep_models = keep_models or (out is not None and config.save_models == "all")
-        self.folder = RunFolder(out, config.to_toml(), federation.partition) if out else None
+        self.folder = RunFolder(out, f"# Partition {federation.partition}\n{config.to_toml()}") if out else None
         self.partition = federation.partition
         self.about = {"method": config.method, "model": config.model, **self.data.about()}
         self.cohorts = cohorts(config)

@@ -58,12 +58,11 @@ def fresh(label: str) -> Path:
 class RunFolder:
     """Writes one run's files into a folder that is its own."""
 
-    def __init__(self, folder: Path, config: str, partition: str) -> None:
+    def __init__(self, folder: Path, config: str) -> None:
         self.path = claim(folder)
         versions = f"fedobp {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
         head = "# Run again with: fedobp run --config config.toml\n"
         head += f"# Made by {versions}, {torch.get_num_threads()} threads\n"
-        head += f"# Partition {partition}\n"
         write(self.path / "config.toml", (head + config).encode())
 
     def log(self, name: str, line: Mapping[str, Any]) -> None:
