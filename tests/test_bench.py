@@ -275,7 +275,7 @@ def test_a_fast_device_is_shown_in_larger_units():
 def test_json_has_exactly_the_documented_keys_and_needs_nothing_but_torch_numpy_typer_and_rich(tmp_path):
     code = """
 import sys
-sys.modules.update(dict.fromkeys(("sklearn", "scipy", "pooch", "matplotlib", "safetensors")))  # as if they were not there
+sys.modules.update(dict.fromkeys(("sklearn", "scipy", "pooch", "matplotlib", "safetensors")))  # as if not there
 from fedobp.cli import main
 sys.argv = "fedobp bench --dataset mnist --model mlp --data-dir none --seconds 1 --epochs 1 --runs 2 --json".split()
 main()

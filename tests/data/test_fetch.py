@@ -1,12 +1,15 @@
 """Fetching: files of the official formats from a local server, with everything that goes wrong on the way."""
 
 import hashlib
+import io
+import logging
 import sys
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
+import pooch
 import pytest
 from official_files import official
 
@@ -197,6 +200,13 @@ def test_every_named_dataset_is_fetched(server, folder, name):
     assert {what.split(",")[0] for what, _ in told[:-1]} >= {f"{name}: {file.name}" for file in SOURCES[name].files}
 
 
+def test_nothing_is_logged_beside_the_progress(server, folder, monkeypatch):
+    logged = io.StringIO()
+    monkeypatch.setattr(pooch.get_logger(), "handlers", [logging.StreamHandler(logged)])
+    fetch(["mnist"], folder)
+    assert logged.getvalue() == ""
+
+
 def test_what_is_there_is_left_alone(server, folder):
     folder.mkdir()
     np.savez(folder / "mnist.npz", x=np.zeros((3, 28, 28), np.uint8), y=[0, 1, 2])
@@ -224,6 +234,13 @@ def test_an_unknown_name_is_refused_before_anything_is_downloaded(server, folder
 
 def test_a_broken_download_goes_on_where_it_stopped(server, folder):
     assert organs(server, folder, cut(100), cut(50)) == [None, "bytes=100-", "bytes=150-"]
+
+
+def test_a_file_that_ends_early_without_a_word_is_taken_up_again_where_its_size_is_known(server, folder):
+    def short(handler, server, content, start):
+        answer(handler, 200, content[:100], length=False)
+
+    assert organs(server, folder, short) == [None, "bytes=100-"]
 
 
 def test_a_stalled_connection_is_given_up_and_taken_up_again(server, folder):
