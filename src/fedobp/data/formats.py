@@ -58,12 +58,13 @@ def emnist(paths: Sequence[Path], tell: Tell) -> Arrays:
         return _idx([opened.enter_context(gzip.open(member)) for member in packed], tell, turned=True)
 
 
-def _idx(streams: Sequence[IO[bytes]], tell: Tell, *, turned: bool) -> Arrays:
+def _idx(streams: Sequence[gzip.GzipFile], tell: Tell, *, turned: bool) -> Arrays:
     shapes = [_idx_shape(stream, axes) for stream, axes in zip(streams, (3, 1, 3, 1), strict=True)]
     if [shapes[1], shapes[3]] != [shapes[0][:1], shapes[2][:1]] or shapes[0][1:] != shapes[2][1:]:
         raise ValueError("images and labels do not belong together")
-    filling = _Filling(shapes[0][0] + shapes[2][0], shapes[0][1:], tell)
-    for images, labels, (count, *size) in ((*streams[:2], shapes[0]), (*streams[2:], shapes[2])):
+    size = shapes[0][1:]
+    filling = _Filling(shapes[0][0] + shapes[2][0], size, tell)
+    for images, labels, (count,) in zip(streams[::2], streams[1::2], shapes[1::2], strict=True):
         for n in _pieces(count):
             x = _bytes(images, n * math.prod(size)).reshape(n, *size)
             filling.add(x.swapaxes(1, 2) if turned else x, _bytes(labels, n))
@@ -72,7 +73,7 @@ def _idx(streams: Sequence[IO[bytes]], tell: Tell, *, turned: bool) -> Arrays:
     return filling.arrays(n_train=shapes[0][0])
 
 
-def _idx_shape(stream: IO[bytes], axes: int) -> tuple[int, ...]:
+def _idx_shape(stream: gzip.GzipFile, axes: int) -> tuple[int, ...]:
     if bytes(_bytes(stream, 4)) != bytes((0, 0, 8, axes)):  # 8: unsigned bytes
         raise ValueError(f"no idx file of bytes with {axes} axes")
     return tuple(_bytes(stream, 4 * axes).view(">u4").tolist())
@@ -133,7 +134,7 @@ def _pieces(count: int) -> Iterator[int]:
     return (min(PIECE, count - begun) for begun in range(0, count, PIECE))
 
 
-def _bytes(stream: IO[bytes], count: int) -> NDArray[np.uint8]:
+def _bytes(stream: gzip.GzipFile | IO[bytes], count: int) -> NDArray[np.uint8]:
     read = np.frombuffer(stream.read(count), np.uint8)
     if len(read) < count:
         raise ValueError("it ends before its last sample")
