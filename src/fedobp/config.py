@@ -66,7 +66,7 @@ class Config:
     holdout_clients: int = _federation(0, "Clients that never train, to see how a new one fares", low=0)
     partition_file: str | None = _federation(None, "A partition that `fedobp partition --save` has written")
     normalize: Normalize = _federation(
-        None, "Scaling: known constants, those of the training parts, only to 0-1, or the authors' mistake"
+        None, "Scaling: by constants, by the training parts, ... (default: dataset for the paper's eight; else train)"
     )
     model: str = _federation(None, "Model (default: cnn; digits: cnn-small; tables: mlp)")
     rounds: int = _training(None, "Number of rounds (default: 400; digits: 60)", low=1)
