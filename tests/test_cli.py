@@ -36,7 +36,7 @@ def test_run_json_has_exactly_the_documented_shape(command):
     run = said.json
     assert set(run) == {
         "method", "dataset", "seed", "rounds", "protocol", "accuracy", "last", "finetuned", "history",
-        "personal", "bytes", "compute", "seconds", "out",
+        "personal", "bytes", "compute", "seconds", "partition", "out",
     }  # fmt: skip
     assert (run["method"], run["dataset"], run["seed"], run["rounds"]) == ("fedobp", "digits", 42, 2)
     assert set(run["accuracy"]) == set(run["last"]) == set(run["finetuned"]) == ACCURACY

@@ -149,15 +149,15 @@ class Config:
         for spec in fields(Config):
             if spec.name not in _DEALT:
                 continue
-            if spec.name not in saved:
+            if spec.name not in saved or (spec.name in _TABLES and not isinstance(saved[spec.name], dict)):
                 raise FedobpError(f"the partition {path} does not say its {spec.name}: save it anew")
             given, value = getattr(self, spec.name), saved[spec.name]
-            default = {} if spec.name == "partition_options" else spec.default
+            default = {} if spec.name in _TABLES else spec.default
             if given not in (default, value):
-                raise FedobpError(
-                    f"{flag(spec.name)} {given} is not what the partition {path} was made with ({value}): leave it out"
-                )
-            self._set(spec.name, dict(value) if spec.name == "partition_options" else _checked(spec, value))
+                asked = f"--partition-set {_pairs(given)}" if spec.name in _TABLES else f"{flag(spec.name)} {given}"
+                made = (_pairs(value) or "no options") if isinstance(value, dict) else value
+                raise FedobpError(f"{asked} is not what the partition {path} was made with ({made}): leave it out")
+            self._set(spec.name, value if spec.name in _TABLES else _checked(spec, value))
 
     def _settle_machine(self) -> None:
         import torch
@@ -279,6 +279,10 @@ def _checked(spec: Field[Any], value: Any) -> Any:
     if not value.isprintable():
         raise FedobpError(f"{flag(spec.name)} must be readable text, not {value!r}")
     return value
+
+
+def _pairs(options: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in options.items())
 
 
 def _toml(value: Option) -> str:

@@ -12,7 +12,7 @@ from fedobp.data.partition import Shard
 from fedobp.errors import FedobpError
 
 Y = np.arange(60) % 3
-SETTINGS = {"clients": 4, "alpha": 0.5}
+SETTINGS = {"clients": 4, "alpha": 0.5, "holdout_clients": 1}
 
 
 def dataset(y=Y, shape=(4, 4), name="mine"):
@@ -162,6 +162,13 @@ def test_settings_that_are_no_table_are_refused(saved):
         partition_settings(saved)
 
 
+@pytest.mark.parametrize("settings", [{}, {**SETTINGS, "clients": 5}, {**SETTINGS, "holdout_clients": 0}])
+def test_settings_that_do_not_fit_the_arrays_are_refused(saved, settings):
+    changed_json(saved, settings=settings)
+    with pytest.raises(FedobpError, match="does not have the content that its json file names"):
+        load_partition(saved, dataset())
+
+
 def test_another_hash_is_refused(saved):
     changed_json(saved, hash="0" * 64)
     with pytest.raises(
@@ -179,6 +186,12 @@ UNSOUND = {
     "negative sizes": {"ids": np.array([1, 2, 3]), "sizes": np.array([[4, -2, 1]])},
     "sizes of two parts": {"ids": np.array([1, 2, 3]), "sizes": np.array([[2, 1]])},
     "nobody": {"ids": np.array([], dtype=np.int64), "sizes": np.zeros((0, 3), dtype=np.int64)},
+    "somebody held out who is not last": {
+        "ids": np.array([1, 2, 3]),
+        "sizes": np.array([[1, 0, 0], [1, 0, 1]]),
+        **{name: np.array([1, 0]) for name in ("held_out", "turns", "seeds")},
+        "noise": np.zeros(2),
+    },
     "another type": {"ids": np.array([1.0, 2.0, 3.0])},
     "a record too few": {"ids": np.array([1, 2, 3]), "turns": np.array([], dtype=np.int64)},
 }
@@ -188,6 +201,8 @@ UNSOUND = {
 def test_arrays_that_are_no_partition_are_refused_whatever_their_hash(saved, arrays, monkeypatch):
     np.savez(saved.with_suffix(".npz"), **{**ARRAYS, **arrays})
     about = json.loads(saved.with_suffix(".json").read_text())
+    sizes, held_out = {**ARRAYS, **arrays}["sizes"], {**ARRAYS, **arrays}["held_out"]
+    changed_json(saved, settings={"clients": len(sizes), "holdout_clients": int(np.sum(held_out))})
     monkeypatch.setattr("fedobp.data.artefact._digest", lambda *_: about["hash"])
     with pytest.raises(FedobpError, match="does not have the content"):
         load_partition(saved, dataset())
@@ -196,6 +211,7 @@ def test_arrays_that_are_no_partition_are_refused_whatever_their_hash(saved, arr
 def test_sound_arrays_with_the_right_hash_are_taken(saved, monkeypatch):
     np.savez(saved.with_suffix(".npz"), ids=np.array([1, 2, 3]), **ARRAYS)
     about = json.loads(saved.with_suffix(".json").read_text())
+    changed_json(saved, settings={"clients": 1, "holdout_clients": 0})
     monkeypatch.setattr("fedobp.data.artefact._digest", lambda *_: about["hash"])
     [shard] = load_partition(saved, dataset())
     assert (shard.train.tolist(), shard.test.tolist()) == ([1, 2], [3])

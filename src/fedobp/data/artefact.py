@@ -69,7 +69,9 @@ def load_partition(name: Path, dataset: Dataset) -> list[Shard]:
     if not path.is_file():
         raise FedobpError(f"there is no {path} beside its json file: put it there, or save the partition anew")
     arrays = read_npz(path)
-    if not _sound(arrays, len(dataset.y)) or about["hash"] != _digest(_fingerprint(dataset), arrays):
+    told = [about["settings"].get(name) for name in ("clients", "holdout_clients")]
+    sound = _sound(arrays, len(dataset.y)) and told == [len(arrays["sizes"]), arrays["held_out"].sum()]
+    if not sound or about["hash"] != _digest(_fingerprint(dataset), arrays):
         raise FedobpError(f"{path} does not have the content that its json file names: save the partition anew")
     shards = []
     for client, ids in enumerate(np.split(arrays["ids"], np.cumsum(arrays["sizes"].sum(axis=1))[:-1])):
@@ -130,6 +132,7 @@ def _sound(arrays: Mapping[str, NDArray[Any]], samples: int) -> bool:
         lengths == {sizes.shape[:1]} != {(0,)}
         and sizes.sum() == len(ids) == len(np.unique(ids))
         and bool(((ids >= 0) & (ids < samples)).all())
+        and arrays["held_out"].tolist() == sorted(arrays["held_out"] > 0)
     )
 
 

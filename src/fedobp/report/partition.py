@@ -181,19 +181,17 @@ def plot(dataset: Dataset, shards: Sequence[Shard], path: Path, title: str) -> N
     cells.set(ylabel="label", title=title, ylim=(-0.6, labels - 0.4), xlim=(-0.6, clients - 0.4))
     if labels <= 30:
         cells.set_yticks(range(labels), [_short(str(label)) for label in dataset.labels])
-    found, at = measures(counts), np.arange(clients)
-    # Bars that touch where there are many: thinner ones would flicker in and out of a picture's pixels.
-    bar: dict[str, Any] = {"width": 0.8} if clients <= 100 else {"width": 1.0, "linewidth": 0, "antialiased": False}
+    found = measures(counts)
     trained = np.array([len(shard.train) + len(shard.val) for shard in shards])
-    sizes.bar(at, trained, color=_DARK, label="train", **bar)
-    sizes.bar(at, counts.sum(axis=1) - trained, bottom=trained, color=_LIGHT, label="test", **bar)
+    _bars(sizes, trained, color=_DARK, label="train")
+    _bars(sizes, counts.sum(axis=1), trained, color=_LIGHT, label="test")
     sizes.set(ylabel="samples")
     sizes.legend(ncols=2, frameon=False, loc="lower right", bbox_to_anchor=(1, 0.95), borderpad=0, fontsize="small")
-    entropy.bar(at, found.entropy, color=_DARK, **bar)
+    _bars(entropy, found.entropy, color=_DARK)
     entropy.axhline(found.entropy_of_all, color="black", linewidth=0.8, linestyle="--")
     entropy.set(ylabel="label entropy\n(bits)", ylim=(0, 1.1 * max(found.entropy_of_all, found.entropy.max(), 0.1)))
     _note(entropy, f"mean {found.entropy.mean():.2f}; dashed: all together, {found.entropy_of_all:.2f}")
-    emd.bar(at, found.emd, color=_DARK, **bar)
+    _bars(emd, found.emd, color=_DARK)
     emd.set(ylabel="EMD to the\nmix of all", ylim=(0, 2))
     emd.set_xlabel("client" if few else "clients, in the order of their most frequent labels")
     _note(emd, f"mean {found.emd.mean():.2f}; 0: the same mix, 2: nothing in common")
@@ -229,6 +227,14 @@ def _circles(panel: "Axes", counts: NDArray[np.int64]) -> None:
     for share in (1.0, 0.25):
         panel.scatter([], [], s=_CIRCLE * share, color=_DARK, alpha=0.85, linewidths=0, label=f"{largest * share:,.0f}")
     panel.legend(title="samples", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), labelspacing=1.2)
+
+
+def _bars(panel: "Axes", top: NDArray[Any], bottom: NDArray[Any] | float = 0.0, **look: Any) -> None:
+    """Draw a bar for each client; many are one outline, because bars thinner than a pixel would come and go."""
+    if len(top) <= 100:
+        panel.bar(range(len(top)), top - bottom, bottom=bottom, **look)
+    else:
+        panel.stairs(top, np.arange(len(top) + 1) - 0.5, baseline=bottom, fill=True, **look)
 
 
 def _note(panel: "Axes", text: str, *, left: bool = False) -> None:
