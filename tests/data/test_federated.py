@@ -1,5 +1,7 @@
 """Client data as tensors: shapes, sizes, and scaling computed by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -215,6 +217,16 @@ def test_positions_in_a_part_that_nobody_has_are_some_sample():
     found = data.ids(torch.tensor([0, 1]), torch.zeros(2, 3, dtype=torch.int64), "val")
     assert found.shape == (2, 3)
     assert data.samples(found.flatten()).shape == (6, 2)
+
+
+def test_held_out_clients_have_data_but_are_not_pooled_and_scale_nothing():
+    x = np.array([[1], [3], [100], [5], [200]], np.float32)
+    parts = shard(train=[0, 1], test=[3]), replace(shard(train=[2], test=[4]), held_out=True)
+    data = federated(dataset(x), *parts)
+    assert (data.clients, data.trainers) == (2, 1)
+    assert [data.pool(split).tolist() for split in ("train", "val", "test")] == [[0, 1], [], [3]]
+    assert data.targets(1, "train").tolist() == [0]
+    close(data.inputs(1, "train"), [[98.0]])  # scaled by mean 2 and deviation 1 of those that train
 
 
 def test_the_same_samples_dealt_again_are_those_of_a_new_deal(three):

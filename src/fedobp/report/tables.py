@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedobp.evaluation import Accuracy, Protocol
-from fedobp.federation import Result
+from fedobp.result import Result
 
 
 def _table(*columns: str) -> Table:
