@@ -170,6 +170,7 @@ def test_the_engine_trains_and_tests_with_them_as_the_serial_one_does(monkeypatc
     given = {"clients": 2, "rounds": 2, "participation": 0.5, "epochs": 1, "batch_size": 16, "model": "cnn",
              "method": "fedobp", "options": {"q": 0.9}, "momentum": 0.5, "finetune_epochs": 1, "lr": 0.1}  # fmt: skip
     federation = Federation.__new__(Federation)
+    federation.partition = "made by hand"
     problem = Problem(Case())
     found = {}
     for engine in ("serial", "lanes"):
