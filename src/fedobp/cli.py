@@ -36,7 +36,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 DataDir = Annotated[str | None, typer.Option(help="Folder that holds datasets.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An option of the method.")]
 PartitionSet = Annotated[
-    list[str] | None, typer.Option("--partition-set", metavar="NAME=VALUE", help="An option of the partition.")
+    list[str] | None,
+    typer.Option(
+        "--partition-set", metavar="NAME=VALUE", help="An option of the partition; see fedobp partition --help."
+    ),
 ]
 Q = Annotated[float | None, typer.Option("--q", help="Short for --set q=...: the quantile of FedOBP.")]
 Out = Annotated[Path | None, typer.Option(help="Folder to write to (default: a new one under runs/).")]

@@ -65,7 +65,9 @@ def run_table(result: Result) -> RenderableType:
 
 def _newcomers(results: Sequence[Result]) -> list[str]:
     held_out = results[0].config.holdout_clients
-    return [f"New clients: {held_out} that are held out of all rounds, with one visit each."] if held_out else []
+    if not held_out:
+        return []
+    return [f"New clients: {held_out} that are held out of all rounds and of the other numbers; one visit each."]
 
 
 def _majority(results: Sequence[Result]) -> str:
