@@ -223,6 +223,17 @@ def test_partition_json_has_exactly_the_documented_shape(command, wards):
     assert "name" not in first
 
 
+def test_the_help_and_the_docs_know_every_kind_and_option(command):
+    said = " ".join(command("partition", "--help").out.replace("│", " ").split())
+    docs = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+    for name, kind in PARTITIONS.items():
+        assert re.search(rf"[ ,]{name}[ ,]", said), name
+        [row] = [line for line in docs.splitlines() if line.startswith(f"| `{name}` |")]
+        for option in kind.options():
+            assert re.search(rf"[ ,]{option.name}( and \w+)? of {name}[ ,.]|{option.name} of {name}", said), option.name
+            assert re.search(rf"`{option.name}[`=]", row), option.name
+
+
 def test_saving_twice_is_refused_and_says_so(command):
     saved(command)
     said = command("partition", "--clients", 6, "--save", "six")

@@ -51,7 +51,6 @@ class Partition(Options):
     """Base of all kinds: fields are options."""
 
     kind: ClassVar[str] = "partition"
-    summary: ClassVar[str]
 
     def deal(self, given: Given) -> list[Indices]:
         """Return each client's samples, in random order."""
@@ -72,7 +71,6 @@ class Dirichlet(Partition):
     """
 
     name: ClassVar[str] = "dirichlet"
-    summary: ClassVar[str] = "the published recipe: each label shared out by Dirichlet(alpha); at least 10 samples each"
 
     def deal(self, given: Given) -> list[Indices]:
         """Draw until everyone has enough."""
@@ -122,7 +120,6 @@ class DirichletEqual(Partition):
     """
 
     name: ClassVar[str] = "dirichlet-equal"
-    summary: ClassVar[str] = "each client's mix of labels from Dirichlet(alpha), equal sizes; always ends"
 
     def deal(self, given: Given) -> list[Indices]:
         """Draw mixes, then samples by them until nothing is left."""
@@ -153,7 +150,6 @@ class Iid(Partition):
     """Shuffle all samples and deal them out in equal parts; sizes differ by at most one."""
 
     name: ClassVar[str] = "iid"
-    summary: ClassVar[str] = "shuffled and dealt out evenly"
 
     def deal(self, given: Given) -> list[Indices]:
         """Shuffle and cut."""
@@ -171,7 +167,6 @@ class Shards(Partition):
     """
 
     name: ClassVar[str] = "shards"
-    summary: ClassVar[str] = "sorted by label, cut into equal shards, as many for each client"
 
     per_client: int = option(2, "shards of a client; 2 is McMahan et al.'s", low=1)
 
@@ -194,7 +189,6 @@ class Classes(Partition):
     """
 
     name: ClassVar[str] = "classes"
-    summary: ClassVar[str] = "exactly k labels on each client, each label shared out evenly"
 
     k: int = option(2, "labels of a client", low=1)
 
@@ -236,7 +230,6 @@ class Quantity(Partition):
     """
 
     name: ClassVar[str] = "quantity"
-    summary: ClassVar[str] = "sizes by a Dirichlet(beta) draw, at least 10 samples each, labels alike"
 
     beta: float = option(
         0.5, "the Dirichlet's concentration: the smaller, the more the sizes differ", low=0.01, high=1000.0
@@ -264,7 +257,6 @@ class Feature(Partition):
     """
 
     name: ClassVar[str] = "feature"
-    summary: ClassVar[str] = "as iid, with each client's inputs rotated or made noisy in a way of its own"
 
     change: str = option("rotation", "rotation by 90-degree steps, or noise", choices=("rotation", "noise"))
     noise: float = option(
@@ -294,7 +286,6 @@ class Natural(Partition):
     """
 
     name: ClassVar[str] = "natural"
-    summary: ClassVar[str] = "samples stay with those they came from (import with --client)"
 
     def deal(self, given: Given) -> list[Indices]:
         """Take everyone's samples, or those of a draw."""
