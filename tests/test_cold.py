@@ -145,6 +145,14 @@ def test_each_column_is_the_best_of_the_papers_rounds_by_itself(monkeypatch, tmp
         assert getattr(result.cold, name).pooled == max(pooled)
 
 
+@pytest.mark.parametrize("method", ["fedavg-last", "fedobp"])
+def test_they_are_new_at_every_evaluation(monkeypatch, tmp_path, method):
+    for name, rounds in (("often", (1, 2, 3)), ("once", (3,))):
+        monkeypatch.setattr(evaluation, "PAPER_ROUNDS", rounds)
+        Federation(Config(**{**TINY, "protocol": "paper", "method": method})).run(out=tmp_path / name)
+    assert metrics(tmp_path / "often")[-1]["cold"] == metrics(tmp_path / "once")[-1]["cold"]
+
+
 @pytest.mark.parametrize("engine", [Serial, Lanes])
 def test_a_visit_that_diverges_is_said_with_the_clients_name(monkeypatch, engine):
     train = engine.train
