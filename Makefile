@@ -43,6 +43,7 @@ format: .venv/.dev  ## put the code in the house style
 bench: .venv/.dev  ## measure, as ratios to a rival in the same run
 	$(BIN)/python benchmarks/serial.py
 	$(BIN)/python benchmarks/lanes.py
+	$(BIN)/python benchmarks/data.py
 
 clean:  ## remove what was made here, but for runs/
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

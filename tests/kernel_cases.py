@@ -93,7 +93,9 @@ class Problem:
         y = np.arange(SAMPLES) % case.classes
         half = np.arange(SAMPLES // 2)
         shards = [Shard(half, half[:0], half + SAMPLES // 2), Shard(half + SAMPLES // 2, half[:0], half)]
-        self.data = FederatedData(Dataset("noise", x, y, np.unique(y), 0), shards, self.device, torch.float32)
+        self.data = FederatedData(
+            Dataset("noise", x, y, tuple(np.unique(y).tolist()), 0), shards, self.device, torch.float32
+        )
         self.theta = torch.stack([self.model.initial(seed) for seed in range(lanes)])
         self.ids = torch.randint(0, SAMPLES, (most, lanes, case.batch), generator=draw)
         self.counts = torch.tensor(case.counts).t().contiguous()

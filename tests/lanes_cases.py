@@ -145,7 +145,7 @@ def dataset(shape=(8, 8)):
     """Return random images as bytes."""
     total, generator = sum(TRAIN + VAL + TEST), np.random.RandomState(1)
     x, y = generator.randint(0, 256, (total, *shape)).astype(np.uint8), generator.randint(0, CLASSES, total)
-    return Dataset("mine", x, y, np.arange(CLASSES), 0)
+    return Dataset("mine", x, y, tuple(range(CLASSES)), 0)
 
 
 def federated(device="cpu", dtype=torch.float64, seed=0):

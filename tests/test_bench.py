@@ -275,9 +275,9 @@ def test_a_fast_device_is_shown_in_larger_units():
 def test_json_has_exactly_the_documented_keys_and_needs_nothing_but_torch_numpy_typer_and_rich(tmp_path):
     code = """
 import sys
-sys.modules.update(dict.fromkeys(("sklearn", "scipy", "matplotlib", "safetensors")))  # as if they were not there
+sys.modules.update(dict.fromkeys(("sklearn", "scipy", "pooch", "matplotlib", "safetensors")))  # as if not there
 from fedobp.cli import main
-sys.argv = "fedobp bench --model mlp --data-dir none --seconds 1 --epochs 1 --runs 2 --json".split()
+sys.argv = "fedobp bench --dataset mnist --model mlp --data-dir none --seconds 1 --epochs 1 --runs 2 --json".split()
 main()
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True)
@@ -286,4 +286,4 @@ main()
     assert set(found) == set(Bench.__dataclass_fields__)
     assert [set(row) for row in found["engines"]] == [set(Speed.__dataclass_fields__)] * 2
     assert (found["runs"], found["epochs"], found["batch_size"]) == (2, 1, 32)
-    assert (found["dataset"], found["random_data"], found["samples"], done.stderr) == ("fmnist", True, 70_000, "")
+    assert (found["dataset"], found["random_data"], found["samples"], done.stderr) == ("mnist", True, 70_000, "")

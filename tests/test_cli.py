@@ -36,7 +36,7 @@ def test_run_json_has_exactly_the_documented_shape(command):
     run = said.json
     assert set(run) == {
         "method", "dataset", "seed", "rounds", "protocol", "accuracy", "last", "finetuned", "history",
-        "personal", "bytes", "compute", "seconds", "out",
+        "personal", "bytes", "compute", "seconds", "partition", "out",
     }  # fmt: skip
     assert (run["method"], run["dataset"], run["seed"], run["rounds"]) == ("fedobp", "digits", 42, 2)
     assert set(run["accuracy"]) == set(run["last"]) == set(run["finetuned"]) == ACCURACY
@@ -204,12 +204,12 @@ def test_a_picture_that_cannot_be_written_is_refused(command, name):
 def test_data_import_list_and_show(command):
     write_npz("mine.npz", labels=4, n_train=40)
     row = command("data", "import", "mine", "mine.npz", "--json").json
-    assert row == {"name": "mine", "samples": 60, "shape": [8, 8], "classes": 4, "available": True}
+    assert row == {"name": "mine", "samples": 60, "shape": [8, 8], "classes": 4, "available": True, "clients": 0}
     assert command("data", "show", "mine", "--json").json == row
     listed = {entry["name"]: entry for entry in command("data", "list", "--json").json["datasets"]}
     assert listed["mine"] == row
     assert listed["digits"] == {
-        "name": "digits", "samples": 1797, "shape": [8, 8], "classes": 10, "available": True,
+        "name": "digits", "samples": 1797, "shape": [8, 8], "classes": 10, "available": True, "clients": 0,
     }  # fmt: skip
     assert listed["cifar10"]["available"] is False
     assert {"mnist", "fmnist", "emnist", "cifar10", "cifar100", "svhn", "organamnist", "organcmnist"} <= set(listed)
@@ -276,7 +276,7 @@ def test_methods_lists_ideas_options_and_papers(command):
     [
         (["run", "--method", "fedpr"], "did you mean 'fedper'"),
         (["run", "--dataset", "mnst"], "did you mean 'mnist'"),
-        (["run", "--dataset", "mnist"], "fedobp data import mnist"),
+        (["run", "--dataset", "mnist"], "fedobp data fetch mnist"),
         (["run", "--metod", "x"], "--method"),
         (["rnu"], "'run'"),
         (["run", "--rounds", "x"], "not a valid int"),

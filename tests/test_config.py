@@ -89,6 +89,11 @@ def test_the_cosine_schedule_starts_at_lr_and_halves_midway():
         ({"dataset": "cifar01"}, "did you mean 'cifar10'"),
         ({"model": "cn"}, "did you mean 'cnn'"),
         ({"partition": "dirichle"}, "did you mean 'dirichlet'"),
+        ({"partition": "classes", "partition_options": {"k": 0}}, "option 'k' of classes must be at least 1"),
+        ({"partition": "classes", "partition_options": {"kk": 2}}, "did you mean 'k'"),
+        ({"partition": "iid", "partition_options": {"k": 2}}, "partition 'iid' has no options, so 'k' cannot be set"),
+        ({"holdout_clients": 20}, "--holdout-clients 20 leaves nobody of 20 clients to train"),
+        ({"holdout_clients": -1}, "--holdout-clients must be at least 0"),
         ({"sampling": "publshed"}, "did you mean 'published'"),
         ({"lr_schedule": "cosin"}, "did you mean 'cosine'"),
         ({"precision": "fp16"}, "--precision"),
@@ -149,7 +154,8 @@ def test_toml_holds_everything_and_reads_back(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(config.to_toml(), encoding="utf-8")
     written = tomllib.loads(config.to_toml())
-    assert set(written) == {spec.name for spec in settings()} | {"options"}
+    plain = {spec.name for spec in settings()} - {"partition_file"}  # without a value it is left out
+    assert set(written) == plain | {"options", "partition_options"}
     assert Config(**read_config(path)) == config
 
 
@@ -160,6 +166,7 @@ def test_toml_holds_everything_and_reads_back(tmp_path):
         ("rounds = ", "not valid TOML"),
         ("seed = " + "9" * 5000, "not valid TOML"),
         ("options = 3", r"write \[options\]"),
+        ("partition_options = 3", r"write \[partition_options\]"),
     ],
 )
 def test_a_bad_configuration_file_is_refused(tmp_path, text, sentence):

@@ -31,7 +31,8 @@ def test_links_lead_to_files(page):
 
 
 def test_every_flag_in_the_docs_exists(command):
-    texts = [command(name, "--help").out for name in ("run", "compare", "partition", "bench")]
+    commands = [["run"], ["compare"], ["partition"], ["bench"], ["data", "import"], ["data", "fetch"]]
+    texts = [command(*words, "--help").out for words in commands]
     known = set(re.findall(r"--[a-z][a-z-]*", " ".join(texts))) | {"--version"}
     for page in PAGES:
         used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", page.read_text()))

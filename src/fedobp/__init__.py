@@ -20,8 +20,9 @@ from fedobp.errors import FedobpError
 if TYPE_CHECKING:
     from fedobp.config import Config
     from fedobp.evaluation import Accuracy
-    from fedobp.federation import Federation, Progress, Result, sweep
+    from fedobp.federation import Federation, Progress, sweep
     from fedobp.models import Model
+    from fedobp.result import Result
     from fedobp.runs import load_state_dict
 
 __all__ = [
@@ -35,7 +36,7 @@ _HOMES = {
     "Federation": "federation",
     "Model": "models",
     "Progress": "federation",
-    "Result": "federation",
+    "Result": "result",
     "load_state_dict": "runs",
     "sweep": "federation",
 }

@@ -145,7 +145,7 @@ def clock(device: torch.device) -> float:
 def noise(name: str, shape: Sequence[int], samples: int, classes: int) -> Dataset:
     """Return random images with balanced labels."""
     x = np.random.default_rng(0).integers(0, 256, (samples, *shape), dtype=np.uint8)
-    return Dataset(name, x, np.arange(samples, dtype=np.int64) % classes, np.arange(classes), n_train=0)
+    return Dataset(name, x, np.arange(samples, dtype=np.int64) % classes, tuple(range(classes)), n_train=0)
 
 
 def stand_in(config: Config) -> Dataset | None:

@@ -35,6 +35,12 @@ _UsageError: Any = typer.BadParameter.__bases__[0]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 DataDir = Annotated[str | None, typer.Option(help="Folder that holds datasets.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An option of the method.")]
+PartitionSet = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--partition-set", metavar="NAME=VALUE", help="An option of the partition; see fedobp partition --help."
+    ),
+]
 Q = Annotated[float | None, typer.Option("--q", help="Short for --set q=...: the quantile of FedOBP.")]
 Out = Annotated[Path | None, typer.Option(help="Folder to write to (default: a new one under runs/).")]
 ConfigFile = Annotated[
@@ -46,7 +52,10 @@ ConfigFile = Annotated[
     ),
 ]
 
-_PARTITION_SETTINGS = ("dataset", "data_dir", "clients", "partition", "alpha", "partition_seed", "seed")
+_PARTITION_SETTINGS = (
+    "dataset", "data_dir", "clients", "partition", "alpha", "partition_seed", "seed", "val_ratio", "holdout_clients",
+    "partition_file",
+)  # fmt: skip
 _BENCH_SETTINGS = (
     "dataset", "data_dir", "clients", "alpha", "model", "rounds", "participation", "epochs", "batch_size", "device",
     "precision",
@@ -158,6 +167,7 @@ def run(
     given: Mapping[str, Any],
     set_: Set = None,
     q: Q = None,
+    partition_set: PartitionSet = None,
     config: ConfigFile = None,
     out: Out = None,
     as_json: Json = False,
@@ -179,7 +189,11 @@ def run(
     base = read_config(config) if config else {}
     if "method" in given and given["method"] != base.get("method", given["method"]):
         base.pop("options", None)
-    resolved = Config(**{**base, **given, "options": {**base.get("options", {}), **_options(set_, q)}})
+    if "partition" in given and given["partition"] != base.get("partition", given["partition"]):
+        base.pop("partition_options", None)
+    options = {**base.get("options", {}), **_options(set_, q)}
+    dealt = {**base.get("partition_options", {}), **_pairs("--partition-set", partition_set)}
+    resolved = Config(**{**base, **given, "options": options, "partition_options": dealt})
     federation = Federation(resolved)
     label = f"{resolved.method}-{resolved.dataset}-seed{resolved.seed}"
     folder = out or fresh(label)
@@ -199,6 +213,7 @@ def compare(
     seeds: Annotated[int, typer.Option(help="How many seeds: the seed, the seed + 1, ...", min=1)] = 1,
     set_: Set = None,
     q: Q = None,
+    partition_set: PartitionSet = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -223,6 +238,7 @@ def compare(
     every = [*METHODS, *plugins()]
     names = every if methods == "all" else list(dict.fromkeys(name.strip() for name in methods.split(",")))
     options = _options(set_, q)
+    given = {**given, "partition_options": _pairs("--partition-set", partition_set)}
     fields = {name: [spec.name for spec in method_class(name).options()] for name in names}
     for option in options:
         if not any(option in own for own in fields.values()):
@@ -255,41 +271,45 @@ def compare(
 def partition(
     *,
     given: Mapping[str, Any],
+    partition_set: PartitionSet = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also draw it into a file.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="NAME", help="Also write NAME.npz and NAME.json, for --partition-file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show how a dataset falls on clients: labels by client, and each client's size.
+    """Show how a dataset falls on clients: labels by client, sizes, and how much the clients differ.
+
+    Options of partitions: per_client of shards, k of classes, beta of quantity, change and noise of feature.
 
     [bold]Examples[/bold]
 
     \b
     fedobp partition
     fedobp partition --clients 10 --alpha 0.5 --plot partition.png
-    fedobp partition --dataset cifar10 --json
+    fedobp partition --dataset cifar10 --partition classes --partition-set k=3 --json
+    fedobp partition --partition dirichlet-equal --holdout-clients 4 --save mine
+    fedobp run --partition-file mine
     """
+    from fedobp.data import digest, save_partition
     from fedobp.federation import deal
-    from fedobp.report.partition import heat_map, label_counts
+    from fedobp.report.partition import facts, heat_map, title
     from fedobp.report.partition import plot as draw
 
-    config = Config(**given)
+    config = Config(**{**given, "partition_options": _pairs("--partition-set", partition_set)})
     dataset, shards = deal(config)
+    lines = []
     if plot:
-        kind = f"Dirichlet({config.alpha:g})" if config.partition == "dirichlet" else config.partition.upper()
-        draw(dataset, shards, plot, f"{dataset.name}, {kind}, {config.clients} clients, seed {config.partition_seed}")
+        draw(dataset, shards, plot, title(config))
+        lines.append(f"Picture: {plot}")
+    if save:
+        save_partition(save, dataset, shards, config.dealt)
+        lines.append(f"Saved. Next: fedobp run --dataset {config.dataset} --partition-file {save}")
+    found = digest(dataset, shards)
     if as_json:
-        counts = label_counts(dataset, shards)
-        clients = [
-            {
-                "id": client,
-                "train": len(shard.train),
-                "test": len(shard.test),
-                "labels": {str(dataset.labels[k]): int(n) for k, n in enumerate(counts[client]) if n},
-            }
-            for client, shard in enumerate(shards)
-        ]
-        _show({"clients": clients})
+        _show({**facts(dataset, shards), "hash": found})
     else:
-        _show(heat_map(dataset, shards, _console().width), f"Picture: {plot}" if plot else "")
+        _show(heat_map(dataset, shards, _console().width), "\n".join([f"Hash: {found}", *lines]))
 
 
 @app.command()
@@ -345,7 +365,7 @@ def methods(*, as_json: Json = False) -> None:
 
 @data.callback(invoke_without_command=True)
 def _data_root(context: typer.Context) -> None:
-    """List, import and show datasets."""
+    """List, fetch, import and show datasets."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -361,25 +381,69 @@ def data_list(*, data_dir: DataDir = None, as_json: Json = False) -> None:
     _show({"datasets": rows} if as_json else datasets_table(rows), f"Data folder: {folder}")
 
 
-@data.command("import")
-def data_import(name: str, file: Path, *, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Import FILE.npz as dataset NAME: arrays x (uint8 or float), y (integers), optionally n_train.
+@data.command("fetch")
+def data_fetch(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...")], *, data_dir: DataDir = None, as_json: Json = False
+) -> None:
+    """Download the paper's datasets by name: mnist, fmnist, emnist, cifar10, cifar100, svhn, organamnist, organcmnist.
 
-    x is [N, H, W], [N, H, W, channels] or [N, features]. Under one of the paper's names it is that dataset, with its
-    published scaling; any other is scaled by the mean and deviation of its training parts.
+    The official files are checked, and a download that broke off goes on where it stopped. What is there already is
+    left alone.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
     \b
-    fedobp data import fmnist ~/fmnist.npz
+    fedobp data fetch mnist cifar10
+    fedobp data fetch emnist --data-dir /data
     """
     from fedobp import data as room
     from fedobp.report.tables import datasets_table
 
     folder = room.data_dir(data_dir)
-    row = asdict(room.store(name, file, folder).info)
+    with _stopwatch() as advance:
+        rows = [asdict(info) for info in room.fetch(names, folder, advance)]
     place = f" --data-dir {data_dir}" if data_dir else ""
-    _show(row if as_json else datasets_table([row]), f"Stored in {folder}. Next: fedobp run --dataset {name}{place}")
+    footer = f"Stored in {folder}. Next: fedobp run --dataset {names[0]}{place}"
+    _show({"datasets": rows} if as_json else datasets_table(rows), footer)
+
+
+@data.command("import")
+def data_import(
+    name: str,
+    source: Path,
+    *,
+    label: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Column with the labels (default: label; in an npz: y).")
+    ] = None,
+    client: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Column that says whose a sample is, for natural clients.")
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Import SOURCE as dataset NAME; nothing is ever overwritten.
+
+    SOURCE is an npz file with arrays x and y, a CSV or Parquet table of numbers with a label column, a folder that
+    holds a folder of images for each class, or a Hugging Face dataset that was saved to disk. Labels are whole numbers
+    or names.
+
+    [bold]Examples[/bold]
+
+    \b
+    fedobp data import mine arrays.npz
+    fedobp data import flowers flowers/
+    fedobp data import wards wards.csv --label outcome --client hospital
+    fedobp data import letters femnist/ --label character --client writer_id
+    """
+    from fedobp import data as room
+    from fedobp.report.tables import datasets_table
+
+    folder = room.data_dir(data_dir)
+    with _stopwatch() as advance:
+        dataset = room.bring(name, source, folder, label=label, client=client, progress=advance)
+    row = asdict(dataset.info)
+    flags = (" --partition natural" if client else "") + (f" --data-dir {data_dir}" if data_dir else "")
+    _show(row if as_json else datasets_table([row]), f"Stored in {folder}. Next: fedobp run --dataset {name}{flags}")
 
 
 @data.command("show")
@@ -394,13 +458,20 @@ def data_show(name: str, *, data_dir: DataDir = None, as_json: Json = False) -> 
 
 def _options(pairs: list[str] | None, q: float | None) -> dict[str, Any]:
     """Return the method's options given with --set and --q."""
-    options: dict[str, Any] = {}
+    options = _pairs("--set", pairs)
+    return options if q is None else {**options, "q": q}
+
+
+def _pairs(flag: str, pairs: list[str] | None) -> dict[str, Any]:
+    """Return what was given as NAME=VALUE with a flag."""
+    found: dict[str, Any] = {}
     for pair in pairs or []:
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():
-            raise FedobpError(f"--set {pair} must be written NAME=VALUE, such as --set q=0.999")
-        options[name.strip()] = value.strip()
-    return options if q is None else {**options, "q": q}
+            example = "q=0.999" if flag == "--set" else "k=3"
+            raise FedobpError(f"{flag} {pair} must be written NAME=VALUE, such as {flag} {example}")
+        found[name.strip()] = value.strip()
+    return found
 
 
 def _console() -> "Console":

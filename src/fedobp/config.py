@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from fedobp.errors import FedobpError, unknown
+from fedobp.options import Option
 
-Option = float | int | str
+# Settings that are tables of options, and those that a partition is made with.
+_TABLES = ("options", "partition_options")
+_DEALT = ("clients", "partition", "partition_options", "alpha", "partition_seed", "val_ratio", "holdout_clients")
 
 LrSchedule = Literal["constant", "cosine"]
 Sampling = Literal["keyed", "published"]
+Normalize = Literal["dataset", "train", "none", "as-published"]
 ProtocolName = Literal["default", "paper"]
 EngineName = Literal["auto", "serial", "lanes"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -50,11 +54,20 @@ class Config:
     options: Mapping[str, Option] = field(default_factory=dict)
     dataset: str = _federation("digits", "Dataset; `fedobp data list` lists them")
     data_dir: str | None = _federation(None, "Folder that holds datasets (default: $FEDOBP_DATA, or the cache folder)")
-    clients: int = _federation(None, "Number of clients (default: 100; digits: 20)", low=1)
-    partition: str = _federation("dirichlet", "How data falls on clients: dirichlet or iid")
+    clients: int = _federation(None, "Number of clients (default: 100; digits: 20; natural: all)", low=1)
+    partition: str = _federation(
+        "dirichlet",
+        "How data falls on clients: dirichlet, dirichlet-equal, iid, shards, classes, quantity, feature or natural",
+    )
+    partition_options: Mapping[str, Option] = field(default_factory=dict)
     alpha: float = _federation(0.1, "The Dirichlet's concentration: the smaller, the more the clients differ", above=0)
     partition_seed: int = _federation(None, "Seed of the partition (default: the seed)", low=0, high=2**32 - 1)
     val_ratio: float = _federation(0.0, "Share of each client's training part for validation", low=0, high=0.9)
+    holdout_clients: int = _federation(0, "Clients that never train, to see how a new one fares", low=0)
+    partition_file: str | None = _federation(None, "A partition that `fedobp partition --save` has written")
+    normalize: Normalize = _federation(
+        None, "Scaling: by constants, by the training parts, ... (default: dataset for the paper's eight; else train)"
+    )
     model: str = _federation(None, "Model (default: cnn; digits: cnn-small; tables: mlp)")
     rounds: int = _training(None, "Number of rounds (default: 400; digits: 60)", low=1)
     participation: float = _training(None, "Share of clients in a round (default: 0.1; digits: 0.2)", above=0, high=1)
@@ -93,18 +106,23 @@ class Config:
 
     def _fill_in(self) -> None:
         """Decide what depends on the dataset, and check names that only their rooms know."""
-        from fedobp.data import PARTITIONS, data_dir, describe
+        from fedobp.data import PARTITIONS, data_dir, describe, way_of
         from fedobp.evaluation import protocol
         from fedobp.models import NETS
 
         if self.data_dir is not None:
             self._set("data_dir", str(Path(self.data_dir).expanduser().absolute()))
-        table = len(describe(self.dataset, data_dir(self.data_dir)).shape) == 1
+        info = describe(self.dataset, data_dir(self.data_dir))
+        table = len(info.shape) == 1
+        if self.partition_file is not None:
+            self._take_partition(Path(self.partition_file).expanduser().absolute())
         defaults: dict[str, object]
         if self.dataset == "digits":
             defaults = {"clients": 20, "participation": 0.2, "rounds": 60, "model": "cnn-small"}
         else:
             defaults = {"clients": 100, "participation": 0.1, "rounds": 400, "model": "mlp" if table else "cnn"}
+        if self.partition == "natural" and info.clients:
+            defaults["clients"] = info.clients
         rounds: Any = self.rounds or defaults["rounds"]
         for name, value in {**defaults, "partition_seed": self.seed, "eval_every": max(1, rounds // 20)}.items():
             if getattr(self, name) is None:
@@ -112,7 +130,34 @@ class Config:
         for kind, name, known in (("partition", self.partition, PARTITIONS), ("model", self.model, NETS)):
             if name not in known:
                 raise unknown(kind, name, known)
+        dealt = PARTITIONS[self.partition].configure(self.partition_options)
+        self._set("partition_options", {spec.name: getattr(dealt, spec.name) for spec in dealt.options()})
+        if self.trainers < 1:
+            raise FedobpError(
+                f"--holdout-clients {self.holdout_clients} leaves nobody of {self.clients} clients to train: hold out "
+                "fewer"
+            )
+        self._set("normalize", way_of(self.dataset, self.normalize))
         protocol(self.protocol, self.rounds)
+
+    def _take_partition(self, path: Path) -> None:
+        """Take over what a saved partition was made with; what is asked for otherwise must not contradict it."""
+        from fedobp.data import partition_settings
+
+        self._set("partition_file", str(path))
+        saved = partition_settings(path)
+        for spec in fields(Config):
+            if spec.name not in _DEALT:
+                continue
+            if spec.name not in saved or (spec.name in _TABLES and not isinstance(saved[spec.name], dict)):
+                raise FedobpError(f"the partition {path} does not say its {spec.name}: save it anew")
+            given, value = getattr(self, spec.name), saved[spec.name]
+            default = {} if spec.name in _TABLES else spec.default
+            if given not in (default, value):
+                asked = f"--partition-set {_pairs(given)}" if spec.name in _TABLES else f"{flag(spec.name)} {given}"
+                made = (_pairs(value) or "no options") if isinstance(value, dict) else value
+                raise FedobpError(f"{asked} is not what the partition {path} was made with ({made}): leave it out")
+            self._set(spec.name, value if spec.name in _TABLES else _checked(spec, value))
 
     def _settle_machine(self) -> None:
         import torch
@@ -145,8 +190,18 @@ class Config:
 
     @property
     def cohort_size(self) -> int:
-        """Clients in a round: the share, rounded, at least one."""
-        return max(1, round(self.participation * self.clients))
+        """Clients in a round: the share of those that train, rounded, at least one."""
+        return max(1, round(self.participation * self.trainers))
+
+    @property
+    def trainers(self) -> int:
+        """Clients that train: all but those that are held out."""
+        return self.clients - self.holdout_clients
+
+    @property
+    def dealt(self) -> dict[str, Any]:
+        """What a partition is made with."""
+        return {name: getattr(self, name) for name in _DEALT}
 
     def lr_at(self, round: int) -> float:
         """Return the learning rate of a round (from 1): constant, or half a cosine from lr towards 0."""
@@ -158,13 +213,14 @@ class Config:
         """Return the settings as TOML, which `read_config` reads back."""
         plain = {spec.name: getattr(self, spec.name) for spec in settings()}
         lines = [f"{name} = {_toml(value)}" for name, value in plain.items() if value is not None]
-        lines += ["", "[options]", *(f"{name} = {_toml(value)}" for name, value in self.options.items())]
+        for table in _TABLES:
+            lines += ["", f"[{table}]", *(f"{name} = {_toml(value)}" for name, value in getattr(self, table).items())]
         return "\n".join(lines) + "\n"
 
 
 def settings() -> list[Field[Any]]:
-    """Return the fields of `Config` that are plain settings: all but the method's options."""
-    return [spec for spec in fields(Config) if spec.name != "options"]
+    """Return the fields of `Config` that are plain settings: all but the method's and the partition's options."""
+    return [spec for spec in fields(Config) if spec.name not in _TABLES]
 
 
 def flag(name: str) -> str:
@@ -186,8 +242,9 @@ def read_config(path: Path) -> dict[str, Any]:
     for name in given:
         if name not in known:
             raise unknown(f"setting in {path}", name, known)
-    if not isinstance(given.get("options", {}), dict):
-        raise FedobpError(f"`options` in {path} must be a table of the method's options: write [options]")
+    for table in _TABLES:
+        if not isinstance(given.get(table, {}), dict):
+            raise FedobpError(f"`{table}` in {path} must be a table of options: write [{table}]")
     return given
 
 
@@ -222,6 +279,10 @@ def _checked(spec: Field[Any], value: Any) -> Any:
     if not value.isprintable():
         raise FedobpError(f"{flag(spec.name)} must be readable text, not {value!r}")
     return value
+
+
+def _pairs(options: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in options.items())
 
 
 def _toml(value: Option) -> str:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from fedobp.algorithms import Method, Moment, Tensors, Train
+from fedobp.algorithms import Method, Moment, Record, Sparse, Tensors, Train
 from fedobp.data import Split
 from fedobp.engine import Engine, Population, Store, Task, diverged
 from fedobp.errors import FedobpError
@@ -104,8 +105,17 @@ class Personal:
 
 
 @dataclass(frozen=True)
+class Cold:
+    """How clients fare that never trained."""
+
+    served: Accuracy  # as somebody new
+    visited: Accuracy  # served again, after one visit whose upload nobody else gets
+    last: Accuracy  # with the model that they trained in that visit
+
+
+@dataclass(frozen=True)
 class Report:
-    """One evaluation of all clients. `last` and `finetuned` are None where they were not asked for."""
+    """One evaluation of all clients. `last`, `finetuned` and `cold` are None where they were not asked for."""
 
     round: int
     served: Accuracy
@@ -115,6 +125,7 @@ class Report:
     personal: Personal
     personal_by_tensor: dict[str, float]  # mean over clients
     passes: float  # that clients made over their training data before they were served
+    cold: Cold | None = None
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain values."""
@@ -125,26 +136,35 @@ class Report:
                 for name in ("validation", "last", "finetuned")
                 if (column := getattr(self, name)) is not None
             },
+            **({"cold": asdict(self.cold)} if self.cold else {}),
             "personal": asdict(self.personal),
             "personal_by_tensor": self.personal_by_tensor,
         }
 
 
 class Evaluator:
-    """Tests every client of a federation, a few at a time, without changing anybody's state."""
+    """Tests every client of a federation, a few at a time, without changing anybody's state.
+
+    Those that are held out are tested by themselves, as somebody new.
+    """
 
     def __init__(self, method: Method, model: Model, people: Population, engine: Engine, finetune_epochs: int) -> None:
         self._method, self._model, self._people, self._engine = method, model, people, engine
         self._finetune_epochs, data = finetune_epochs, people.data
         self._at_once = max(1, _CHUNK[data.x.device.type] // model.layout.size)
-        everyone = range(data.clients)
-        self._counts = [data.counts(client).cpu() for client in everyone]
+        everyone = torch.arange(data.clients)
+        self._trainers, self._held_out = everyone[: data.trainers], everyone[data.trainers :]
+        self._counts = [data.counts(client).cpu() for client in self._trainers.tolist()]
         self._targets: dict[Split, list[Tensor]] = {
-            split: [data.targets(client, split).cpu() for client in everyone] for split in ("val", "test")
+            split: [data.targets(client, split).cpu() for client in self._trainers.tolist()]
+            for split in ("val", "test")
         }
         self._validates = any(map(len, self._targets["val"]))
         if not any(map(len, self._targets["test"])):
             raise FedobpError("no client has a sample to evaluate on: use fewer --clients or more data")
+        held_out = [data.size(client, "test") for client in self._held_out.tolist()]
+        if held_out and not any(held_out):
+            raise FedobpError("no client that is held out has a sample to evaluate on: use more --holdout-clients")
 
     def __call__(
         self,
@@ -156,25 +176,20 @@ class Evaluator:
         everything: bool,
         keep: Callable[[int, Tensor, Tensor], None] | None = None,
     ) -> Report:
-        """Evaluate; with `everything`, also the last local and the fine-tuned models. `keep` gets each served one."""
+        """Evaluate; with `everything`, also the last local and the fine-tuned models, and clients that are held out.
+
+        `keep` gets each served model.
+        """
         method, model, engine = self._method, self._model, self._engine
         found: dict[str, list[Tensor]] = {"served": [], "validation": [], "last": [], "finetuned": []}
         counts: list[Tensor] = []
         seen = 0
-
-        def serve(task: Task) -> Tensors:
-            served = engine.serve(task)
-            finite = served["theta"].isfinite().all(dim=1)
-            if not finite.all():
-                raise diverged(task.now, finite, hp["lr"])
-            return served
-
-        for chunk in torch.arange(self._people.data.clients).split(self._at_once):
+        for chunk in self._trainers.split(self._at_once):
             now = moment(chunk)
             down, _ = method.send(model, now, server, rows.gather(chunk.tolist()))
             task = Task(self._people, now, method.serve(model, now), down, hp, method.predict)
             before = engine.counters.samples
-            served = serve(task)
+            served = self._serve(task)
             seen += engine.counters.samples - before
             found["served"] += engine.predict(task, served["theta"], "test", served)
             if self._validates:
@@ -182,7 +197,7 @@ class Evaluator:
             if everything:
                 found["last"] += engine.predict(task, engine.last(task, server["theta"]), "test")
                 if self._finetune_epochs:
-                    tuned = serve(replace(task, program=[*task.program, Train(self._finetune_epochs)]))
+                    tuned = self._serve(replace(task, program=[*task.program, Train(self._finetune_epochs)]))
                     found["finetuned"] += engine.predict(task, tuned["theta"], "test", tuned)
             per_tensor = [part.sum(dim=1) for part in served["mine"].split(list(model.layout.sizes), dim=1)]
             counts.append(torch.stack(per_tensor, dim=1).cpu())
@@ -206,4 +221,57 @@ class Evaluator:
             validation=column("validation", "val"),
             last=column("last"),
             finetuned=column("finetuned"),
+            cold=self._cold(moment, server, rows, hp) if everything and len(self._held_out) else None,
         )
+
+    def _serve(self, task: Task) -> Tensors:
+        served = self._engine.serve(task)
+        finite = served["theta"].isfinite().all(dim=1)
+        if not finite.all():
+            raise diverged(task.now, finite, task.hp["lr"])
+        return served
+
+    def _cold(self, moment: Callable[[Tensor], Moment], server: Tensors, rows: Store, hp: Mapping[str, float]) -> Cold:
+        """Test clients that are held out: as they are served at first, and again after each has trained once.
+
+        The server keeps its record of a visitor, as after any visit, and nothing else of the upload.
+        """
+        method, model, engine, data = self._method, self._model, self._engine, self._people.data
+        found: dict[str, list[Tensor]] = {"served": [], "visited": [], "last": []}
+
+        def test(task: Task) -> list[Tensor]:
+            served = self._serve(task)
+            return engine.predict(task, served["theta"], "test", served)
+
+        for chunk in self._held_out.split(self._at_once):
+            now, guests, start = moment(chunk), self._people.guests(), rows.gather(chunk.tolist())
+            down, sent = method.send(model, now, server, start)
+            task = Task(guests, now, method.serve(model, now), down, hp, method.predict)
+            found["served"] += test(task)
+            [answer] = engine.train([replace(task, program=method.local(model, now))])
+            if not answer.finite.all():
+                raise diverged(now, answer.finite, hp["lr"])
+            # Each by itself: a method may make records of a cohort's members from one another's uploads.
+            alone = [
+                method.receive(
+                    model, replace(now, cohort=chunk[at]), server, _part(sent, at), _part(answer.up, at), answer.n[at]
+                )[1]
+                for at in (slice(at, at + 1) for at in range(len(chunk)))
+            ]
+            down, _ = method.send(model, now, server, {name: torch.cat([row[name] for row in alone]) for name in start})
+            found["visited"] += test(replace(task, down=down))
+            found["last"] += engine.predict(task, engine.last(task, server["theta"]), "test")
+        targets = [data.targets(client, "test") for client in self._held_out.tolist()]
+        counts = [data.counts(client) for client in self._held_out.tolist()]
+        return Cold(**{name: accuracy(labels, targets, counts) for name, labels in found.items()})
+
+
+R = TypeVar("R", Tensors, Record)
+
+
+def _part(record: R, at: slice) -> R:
+    """Return what belongs to some of a cohort's members."""
+    return {
+        name: Sparse(value.values[at], value.keep[at]) if isinstance(value, Sparse) else value[at]
+        for name, value in record.items()
+    }

@@ -4,7 +4,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,17 @@ from torch import Tensor
 
 from fedobp.algorithms import Moment, Option, method_class
 from fedobp.config import Config
-from fedobp.data import Dataset, FederatedData, Shard, data_dir, load, partition
+from fedobp.data import (
+    Dataset,
+    FederatedData,
+    Shard,
+    changed,
+    data_dir,
+    digest,
+    load,
+    load_partition,
+    partition,
+)
 from fedobp.engine import (
     Budget,
     Engine,
@@ -30,9 +40,10 @@ from fedobp.engine import (
     pooled_gradient,
 )
 from fedobp.errors import FedobpError
-from fedobp.evaluation import Accuracy, Evaluator, Personal, Protocol, Report, protocol
+from fedobp.evaluation import Accuracy, Cold, Evaluator, Report, protocol
 from fedobp.keys import NOBODY, Purpose, fold, permutation
 from fedobp.models import Model
+from fedobp.result import Compute, Result, Traffic
 from fedobp.runs import Models, RunFolder, claim
 from fedobp.transfer import Arriving
 from fedobp.wire import Payload
@@ -49,69 +60,6 @@ class Progress:
     run: int = 0  # which of several runs
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Payload bytes of the whole cohort's messages; evaluation is not in it."""
-
-    down_per_round: float
-    up_per_round: float
-    down_total: int
-    up_total: int
-
-
-@dataclass(frozen=True)
-class Compute:
-    """How often clients go through their training data."""
-
-    visit: float  # in a round
-    use: float  # before a model is used: fine-tuning and the like, in the last evaluation
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run gave. Accuracies are per cent, chosen by `protocol`."""
-
-    config: Config
-    protocol: Protocol
-    accuracy: Accuracy  # of the served models
-    last: Accuracy  # of each client's own last local model
-    finetuned: Accuracy | None  # of the served models after `finetune_epochs` of local training
-    validation: Accuracy | None  # of the served models on the validation parts
-    history: list[tuple[int, float, float]]  # (round, pooled, client mean)
-    personal: Personal
-    bytes: Traffic
-    compute: Compute
-    seconds: float
-    models: Models
-    out: Path | None
-
-    def state_dict(self, client: int | None = None) -> dict[str, Tensor]:
-        """Return a client's final model, or the global one, as an ordinary state dict."""
-        return self.models.state_dict(client)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as plain values: what `fedobp run --json` prints."""
-        config = self.config
-        head = {"method": config.method, "dataset": config.dataset, "seed": config.seed, "rounds": config.rounds}
-        columns = {
-            name: asdict(column) if (column := getattr(self, name)) else None
-            for name in ("accuracy", "last", "finetuned")
-        }
-        if self.validation:
-            columns["validation"] = asdict(self.validation)
-        return {
-            **head,
-            "protocol": self.protocol.to_json(),
-            **columns,
-            "history": [list(point) for point in self.history],
-            "personal": asdict(self.personal),
-            "bytes": asdict(self.bytes),
-            "compute": asdict(self.compute),
-            "seconds": self.seconds,
-            "out": str(self.out) if self.out else None,
-        }
-
-
 def cohorts(config: Config) -> Iterator[Tensor]:
     """Yield each round's clients, in the order in which they are visited."""
     size = config.cohort_size
@@ -119,23 +67,33 @@ def cohorts(config: Config) -> Iterator[Tensor]:
         # The authors' stream: Python's generator, one sample a round, drawn in order.
         stream = random.Random(config.seed)
         for _ in range(config.rounds):
-            yield torch.tensor(stream.sample(list(range(config.clients)), size))
+            yield torch.tensor(stream.sample(list(range(config.trainers)), size))
     else:
         for round in range(1, config.rounds + 1):
-            yield permutation(fold(config.seed, round, NOBODY, Purpose.COHORT), config.clients)[:size]
+            yield permutation(fold(config.seed, round, NOBODY, Purpose.COHORT), config.trainers)[:size]
 
 
 def deal(config: Config, dataset: Dataset | None = None) -> tuple[Dataset, list[Shard]]:
-    """Load a dataset, unless it is given, and deal it out to clients."""
+    """Load a dataset, unless it is given, and deal it out to clients: as a saved partition says, or anew.
+
+    Where the partition changes clients' inputs, the dataset that comes back has the changed ones.
+    """
     dataset = dataset or load(config.dataset, data_dir(config.data_dir))
-    return dataset, partition(
-        dataset.y,
-        config.clients,
-        kind=config.partition,
-        alpha=config.alpha,
-        seed=config.partition_seed,
-        val_ratio=config.val_ratio,
-    )
+    if config.partition_file:
+        shards = load_partition(Path(config.partition_file), dataset)
+    else:
+        shards = partition(
+            dataset.y,
+            config.clients,
+            kind=config.partition,
+            options=config.partition_options,
+            alpha=config.alpha,
+            seed=config.partition_seed,
+            val_ratio=config.val_ratio,
+            holdout=config.holdout_clients,
+            natural=dataset.clients,
+        )
+    return changed(dataset, shards), shards
 
 
 class Federation:
@@ -146,18 +104,21 @@ class Federation:
 
     _dataset: Dataset
     data: FederatedData
+    partition: str  # its hash
 
     def __init__(self, config: Config | None = None, *, beside: "Federation | None" = None) -> None:
         self.config = config = config or Config()
         device, dtype = torch.device(config.device), dtype_of(config.precision)
         if beside and _samples(beside.config) == _samples(config):
-            self._dataset = beside._dataset
-            self.data = beside.data
+            self._dataset, self.data, self.partition = beside._dataset, beside.data, beside.partition
             if _partition(beside.config) != _partition(config):
-                self.data = beside.data.dealt_again(self._dataset, deal(config, self._dataset)[1])
+                _, shards = deal(config, self._dataset)
+                self.data = beside.data.dealt_again(self._dataset, shards, config.normalize)
+                self.partition = digest(self._dataset, shards)
         else:
             self._dataset, shards = deal(config)
-            self.data = FederatedData(self._dataset, shards, device, dtype)
+            self.data = FederatedData(self._dataset, shards, device, dtype, config.normalize)
+            self.partition = digest(self._dataset, shards)
         self.model = Model(config.model, self.data.shape, self.data.classes)
 
     def run(
@@ -239,11 +200,13 @@ def _folders(out: Sequence[str | Path], runs: int) -> list[Path]:
 
 
 def _samples(config: Config) -> tuple[object, ...]:
-    return config.dataset, config.data_dir, config.device, dtype_of(config.precision)
+    """Return what the samples in memory depend on; a partition by features makes samples of its own."""
+    own = str((config.dealt, config.partition_file)) if config.partition == "feature" else None
+    return config.dataset, config.data_dir, config.device, dtype_of(config.precision), own
 
 
 def _partition(config: Config) -> tuple[object, ...]:
-    return config.clients, config.partition, config.alpha, config.partition_seed, config.val_ratio
+    return config.dealt, config.partition_file, config.normalize
 
 
 def _alike(configs: Sequence[Config]) -> list[list[int]]:
@@ -334,7 +297,8 @@ class Course:
         config = self.config
         epochs = config.epochs if epochs is None else epochs
         pooled = partial(pooled_gradient, self.model, self.data)
-        return Moment(round, config.rounds, config.clients, epochs, cohort, config.seed, pooled)
+        held_out = config.holdout_clients
+        return Moment(round, config.rounds, config.clients, epochs, cohort, config.seed, pooled, held_out)
 
     def numbers(self, lr: float) -> dict[str, float]:
         """Return what clients get as `hp`."""
@@ -376,7 +340,8 @@ class _Run(Course):
         self.protocol = protocol(config.protocol, config.rounds)
         self.models = Models(self.model.layout, self.server["theta"])
         self.keep_models = keep_models or (out is not None and config.save_models == "all")
-        self.folder = RunFolder(out, config.to_toml()) if out else None
+        self.folder = RunFolder(out, f"# Partition {federation.partition}\n{config.to_toml()}") if out else None
+        self.partition = federation.partition
         self.about = {"method": config.method, "model": config.model, **self.data.about()}
         self.cohorts = cohorts(config)
         self.now = self.coming = self.moment(0, torch.tensor([]))
@@ -393,7 +358,7 @@ class _Run(Course):
         if round != self.coming.round:
             cohort = next(self.cohorts)
             everyone = self.method.everyone(round, self.config.rounds)
-            self.coming = self.moment(round, torch.arange(self.config.clients) if everyone else cohort)
+            self.coming = self.moment(round, torch.arange(self.config.trainers) if everyone else cohort)
         return self.task(self.turns_of(self.coming)[0])
 
     def turns_of(self, now: Moment) -> list[Moment]:
@@ -481,23 +446,33 @@ class _Run(Course):
         config, folder, reports = self.config, self.folder, self.reports
         down, up = self.bytes["bytes_down"], self.bytes["bytes_up"]
 
-        def chosen(name: str) -> Any:
-            reported = [getattr(report, name) for report in reports if report.round in self.protocol.rounds]
-            return self.protocol.choose([column for column in reported if column is not None])
+        reported = [report for report in reports if report.round in self.protocol.rounds]
+        cold = [report.cold for report in reported if report.cold]
+
+        def chosen(columns: Iterable[Accuracy | None]) -> Any:
+            return self.protocol.choose([column for column in columns if column is not None])
 
         result = Result(
             config=config,
             protocol=self.protocol,
-            accuracy=chosen("served"),
-            last=chosen("last"),
-            finetuned=chosen("finetuned"),
-            validation=chosen("validation"),
+            accuracy=chosen(report.served for report in reported),
+            last=chosen(report.last for report in reported),
+            finetuned=chosen(report.finetuned for report in reported),
+            validation=chosen(report.validation for report in reported),
+            cold=Cold(
+                served=chosen(one.served for one in cold),
+                visited=chosen(one.visited for one in cold),
+                last=chosen(one.last for one in cold),
+            )
+            if cold
+            else None,
             history=[(report.round, report.served.pooled, report.served.client_mean) for report in reports],
             personal=reports[-1].personal,
             bytes=Traffic(down / config.rounds, up / config.rounds, down, up),
             compute=Compute(self.seen / max(1, self.samples), reports[-1].passes),
             seconds=self.seconds,
             models=self.models,
+            partition=self.partition,
             out=folder.path if folder else None,
         )
         if folder:

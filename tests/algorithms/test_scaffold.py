@@ -43,6 +43,14 @@ def test_two_rounds_by_hand():
     assert again.up["change"].tolist() == [0.5, 1.5]
 
 
+def test_clients_that_never_train_do_not_count():
+    server, rows, _ = METHOD.begin(None, vector(1, 2), 0)
+    up = {"theta": torch.ones(1, 2), "change": torch.tensor([[3.0, 6.0]])}
+    now = replace(NOW, held_out=1)
+    server, _ = METHOD.receive(None, now, server, rows, up, torch.tensor([1]))
+    assert server["control"].tolist() == [1, 2]  # of three clients
+
+
 def test_without_a_step_the_control_stays():
     _, _, own = METHOD.begin(None, vector(1, 2), 0)
     down = {"theta": vector(1, 2), "control": vector(3, 4)}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fedobp.data import Info, data_dir, describe, load, names, store
+from fedobp.data import Info, bring, data_dir, describe, load, names
 from fedobp.errors import FedobpError
 
 TABLE = np.arange(24, dtype=np.float32).reshape(8, 3)
@@ -72,8 +72,8 @@ def test_names_are_the_known_ones_and_then_the_imported_ones_sorted(folder, sour
     known = names(folder)
     assert {"digits", "mnist", "fmnist", "emnist", "cifar10", "cifar100", "svhn"} < set(known)
     for name in ("zebras", "ants.v2"):
-        store(name, source(x=TABLE, y=LABELS), folder)
-    store("mnist", source(x=IMAGES, y=LABELS), folder)
+        bring(name, source(x=TABLE, y=LABELS), folder)
+    bring("mnist", source(x=IMAGES, y=LABELS), folder)
     assert names(folder) == [*known, "ants.v2", "zebras"]
 
 
@@ -86,7 +86,7 @@ def test_digits_need_no_file(folder):
     assert digits.x.dtype == np.uint8
     assert (digits.x.min(), digits.x.max()) == (0, 16)
     assert (digits.y.shape, digits.y.dtype) == ((1797,), np.int64)
-    assert np.unique(digits.y).tolist() == digits.labels.tolist() == list(range(10))
+    assert np.unique(digits.y).tolist() == list(digits.labels) == list(range(10))
     assert digits.classes == 10
     assert not folder.exists()
 
@@ -101,7 +101,7 @@ def test_digits_need_no_file(folder):
     ids=["grey", "colour", "table"],
 )
 def test_inputs_come_back_as_they_were(folder, source, x):
-    returned = store("mine", source(x=x, y=LABELS), folder)
+    returned = bring("mine", source(x=x, y=LABELS), folder)
     for dataset in (returned, load("mine", folder)):
         np.testing.assert_array_equal(dataset.x, x)
         assert dataset.x.dtype == x.dtype
@@ -112,22 +112,22 @@ def test_inputs_come_back_as_they_were(folder, source, x):
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16])
 def test_other_floats_become_float32(folder, source, dtype):
-    store("mine", source(x=TABLE.astype(dtype) / 7, y=LABELS), folder)
+    bring("mine", source(x=TABLE.astype(dtype) / 7, y=LABELS), folder)
     loaded = load("mine", folder)
     assert loaded.x.dtype == np.float32
     np.testing.assert_array_equal(loaded.x, (TABLE.astype(dtype) / 7).astype(np.float32))
 
 
 def test_labels_may_be_a_column(folder, source):
-    store("mine", source(x=TABLE, y=LABELS[:, None].astype(np.uint8)), folder)
+    bring("mine", source(x=TABLE, y=LABELS[:, None].astype(np.uint8)), folder)
     assert load("mine", folder).y.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
 def test_labels_are_numbered_in_ascending_order_and_keep_their_names(folder, source):
-    store("mine", source(x=TABLE, y=np.array([7, -3, 7, 100, 100, -3, 7, 7])), folder)
+    bring("mine", source(x=TABLE, y=np.array([7, -3, 7, 100, 100, -3, 7, 7])), folder)
     loaded = load("mine", folder)
     assert loaded.y.tolist() == [1, 0, 1, 2, 2, 0, 1, 1]
-    assert loaded.labels.tolist() == [-3, 7, 100]
+    assert loaded.labels == (-3, 7, 100)
     assert loaded.classes == 3
     with np.load(folder / "mine.npz") as arrays:
         assert arrays["y"].tolist() == [7, -3, 7, 100, 100, -3, 7, 7]
@@ -136,25 +136,25 @@ def test_labels_are_numbered_in_ascending_order_and_keep_their_names(folder, sou
 @pytest.mark.parametrize("n_train", [0, 5, 8])
 @pytest.mark.parametrize("wrap", [np.int64, lambda n: np.array([n])], ids=["number", "array of one"])
 def test_the_official_split_is_kept(folder, source, n_train, wrap):
-    store("mine", source(x=TABLE, y=LABELS, n_train=wrap(n_train)), folder)
+    bring("mine", source(x=TABLE, y=LABELS, n_train=wrap(n_train)), folder)
     assert load("mine", folder).n_train == n_train
 
 
 def test_a_known_dataset_has_all_its_classes_even_those_that_do_not_occur(folder, source):
-    store("organamnist", source(x=IMAGES, y=np.full(8, 4)), folder)
+    bring("organamnist", source(x=IMAGES, y=np.full(8, 4)), folder)
     loaded = load("organamnist", folder)
     assert loaded.classes == 11
     assert loaded.y.tolist() == [4] * 8
 
 
 def test_a_known_grey_dataset_may_carry_a_channel_axis(folder, source):
-    store("mnist", source(x=IMAGES[..., None], y=LABELS), folder)
+    bring("mnist", source(x=IMAGES[..., None], y=LABELS), folder)
     assert load("mnist", folder).x.shape == (8, 28, 28, 1)
 
 
 def test_a_compressed_file_is_read_too(folder, tmp_path):
     np.savez_compressed(tmp_path / "small.npz", x=TABLE, y=LABELS)
-    store("mine", tmp_path / "small.npz", folder)
+    bring("mine", tmp_path / "small.npz", folder)
     np.testing.assert_array_equal(load("mine", folder).x, TABLE)
 
 
@@ -178,7 +178,11 @@ REFUSED = {
         {"x": np.where(TABLE == 5, 1e300, TABLE.astype(float)), "y": LABELS},
         "NaN or infinite values in x",
     ),
-    "float labels": ("mine", {"x": TABLE, "y": LABELS.astype(float)}, "labels of type float64: y must hold integers"),
+    "float labels": (
+        "mine",
+        {"x": TABLE, "y": LABELS.astype(float)},
+        "labels of type float64: y must hold integers or texts",
+    ),
     "one class": ("mine", {"x": TABLE, "y": np.full(8, 6)}, "has only the label 6: there is nothing to learn"),
     "negative label": (
         "mnist",
@@ -203,7 +207,7 @@ REFUSED = {
 @pytest.mark.parametrize(("name", "arrays", "sentence"), REFUSED.values(), ids=REFUSED)
 def test_bad_arrays_are_refused_with_a_reason(folder, source, name, arrays, sentence):
     with pytest.raises(FedobpError, match=sentence):
-        store(name, source(**arrays), folder)
+        bring(name, source(**arrays), folder)
     assert files(folder) == {}
 
 
@@ -259,7 +263,7 @@ def test_a_file_that_is_no_npz_is_refused_with_its_path(folder, tmp_path, conten
     path = tmp_path / "source.npz"
     path.write_bytes(content)
     with pytest.raises(FedobpError, match=r"source.npz cannot be read as an npz file of plain arrays .*: save it anew"):
-        store("mine", path, folder)
+        bring("mine", path, folder)
     assert files(folder) == {}
 
 
@@ -290,7 +294,7 @@ def test_pickles_are_named_as_the_reason_and_never_run(folder, tmp_path, pickled
     folder.mkdir()
     arrays = {"x": TABLE, "y": LABELS, pickled: np.array([Bomb(), Bomb()], dtype=object)}
     np.savez(folder / "mine.npz", **arrays)
-    asked = [lambda: store("other", folder / "mine.npz", folder), lambda: load("mine", folder)]
+    asked = [lambda: bring("other", folder / "mine.npz", folder), lambda: load("mine", folder)]
     if pickled == "y":  # of x, only the header is read for a description
         asked.append(lambda: describe("mine", folder))
     for ask in asked:
@@ -304,17 +308,17 @@ def test_a_zip_of_other_things_has_no_x(folder, tmp_path):
     with zipfile.ZipFile(tmp_path / "source.npz", "w") as archive:
         archive.writestr("readme.txt", "hello")
     with pytest.raises(FedobpError, match=r"source\.npz|no array 'x'"):
-        store("mine", tmp_path / "source.npz", folder)
+        bring("mine", tmp_path / "source.npz", folder)
 
 
 def test_a_source_that_is_not_there_is_refused(folder, tmp_path):
     with pytest.raises(FedobpError, match=r"there is no file .*absent.npz: give the path of an npz file"):
-        store("mine", tmp_path / "absent.npz", folder)
+        bring("mine", tmp_path / "absent.npz", folder)
     assert files(folder) == {}
 
 
-def test_a_known_dataset_without_a_file_says_how_to_import_it(folder):
-    with pytest.raises(FedobpError, match=r"'cifar10' is not in .*data: run `fedobp data import cifar10 FILE.npz`"):
+def test_a_known_dataset_without_a_file_says_how_to_get_it(folder):
+    with pytest.raises(FedobpError, match=r"'cifar10' is not in .*data: run `fedobp data fetch cifar10`"):
         load("cifar10", folder)
 
 
@@ -327,28 +331,28 @@ def test_an_unknown_name_suggests_the_nearest(folder, ask):
 @pytest.mark.parametrize("name", ["", "Mine", "a/b", "../up", ".hidden", "-x", "a b", "ä", "mine\n"])
 def test_a_name_that_is_no_plain_file_name_is_refused(folder, source, name):
     with pytest.raises(FedobpError, match="cannot name a dataset: use lower-case letters"):
-        store(name, source(x=TABLE, y=LABELS), folder)
+        bring(name, source(x=TABLE, y=LABELS), folder)
     assert files(folder) == {}
 
 
 def test_an_existing_dataset_is_not_overwritten(folder, source):
-    store("mine", source(x=TABLE, y=LABELS), folder)
+    bring("mine", source(x=TABLE, y=LABELS), folder)
     before = files(folder)
     with pytest.raises(FedobpError, match=r"'mine' exists already: import under another name, or remove .*mine.npz"):
-        store("mine", source(x=TABLE + 1, y=LABELS), folder)
+        bring("mine", source(x=TABLE + 1, y=LABELS), folder)
     assert files(folder) == before
 
 
 def test_the_digits_name_is_reserved(folder, source):
     with pytest.raises(FedobpError, match="'digits' is built in: import under another name"):
-        store("digits", source(x=np.zeros((8, 8, 8), np.uint8), y=LABELS), folder)
+        bring("digits", source(x=np.zeros((8, 8, 8), np.uint8), y=LABELS), folder)
     assert files(folder) == {}
 
 
 def test_a_folder_that_cannot_be_made_is_refused(source, tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(FedobpError, match="file"):
-        store("mine", source(x=TABLE, y=LABELS), tmp_path / "file")
+        bring("mine", source(x=TABLE, y=LABELS), tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -360,7 +364,7 @@ def test_a_write_that_fails_leaves_no_file(folder, source, monkeypatch):
     path = source(x=TABLE, y=LABELS)
     monkeypatch.setattr(np, "savez", full)
     with pytest.raises((OSError, FedobpError), match="No space"):
-        store("mine", path, folder)
+        bring("mine", path, folder)
     assert files(folder) == {}
 
 
@@ -376,12 +380,12 @@ def test_describe_the_digits(folder):
 
 
 def test_describe_a_present_dataset(folder, source):
-    dataset = store("mine", source(x=TABLE, y=np.array([7, -3, 7, 100, 100, -3, 7, 7])), folder)
+    dataset = bring("mine", source(x=TABLE, y=np.array([7, -3, 7, 100, 100, -3, 7, 7])), folder)
     assert describe("mine", folder) == dataset.info == Info("mine", 8, (3,), 3, available=True)
 
 
 def test_describe_a_present_known_dataset_counts_all_its_classes(folder, source):
-    store("mnist", source(x=IMAGES, y=LABELS), folder)
+    bring("mnist", source(x=IMAGES, y=LABELS), folder)
     assert describe("mnist", folder) == Info("mnist", 8, (28, 28), 10, available=True)
 
 

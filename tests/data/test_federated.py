@@ -1,5 +1,7 @@
 """Client data as tensors: shapes, sizes, and scaling computed by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ NONE = np.array([], dtype=np.int64)
 
 def dataset(x, y=None, name="mine", classes=2):
     y = np.arange(len(x)) % classes if y is None else np.asarray(y)
-    return Dataset(name, np.asarray(x), y.astype(np.int64), np.arange(classes), 0)
+    return Dataset(name, np.asarray(x), y.astype(np.int64), tuple(range(classes)), 0)
 
 
 def shard(train=(), val=(), test=()):
@@ -119,7 +121,7 @@ def test_the_training_parts_of_the_digits_have_mean_0_and_deviation_1():
 
 def test_about_tells_how_to_scale_elsewhere():
     x = np.arange(5 * 2 * 2 * 3, dtype=np.uint8).reshape(5, 2, 2, 3)
-    labels = np.array([-3, 7])
+    labels = (-3, 7)
     data = federated(Dataset("mine", x, np.arange(5) % 2, labels, 0), shard(train=[0, 1, 4], test=[2, 3]))
     about = data.about()
     assert tuple(about["input_shape"]) == (3, 2, 2)
@@ -215,6 +217,16 @@ def test_positions_in_a_part_that_nobody_has_are_some_sample():
     found = data.ids(torch.tensor([0, 1]), torch.zeros(2, 3, dtype=torch.int64), "val")
     assert found.shape == (2, 3)
     assert data.samples(found.flatten()).shape == (6, 2)
+
+
+def test_held_out_clients_have_data_but_are_not_pooled_and_scale_nothing():
+    x = np.array([[1], [3], [100], [5], [200]], np.float32)
+    parts = shard(train=[0, 1], test=[3]), replace(shard(train=[2], test=[4]), held_out=True)
+    data = federated(dataset(x), *parts)
+    assert (data.clients, data.trainers) == (2, 1)
+    assert [data.pool(split).tolist() for split in ("train", "val", "test")] == [[0, 1], [], [3]]
+    assert data.targets(1, "train").tolist() == [0]
+    close(data.inputs(1, "train"), [[98.0]])  # scaled by mean 2 and deviation 1 of those that train
 
 
 def test_the_same_samples_dealt_again_are_those_of_a_new_deal(three):

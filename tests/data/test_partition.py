@@ -1,7 +1,7 @@
 """The published Dirichlet recipe against an independent implementation on NumPy's global generator, and its limits."""
 
-import importlib
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedobp.data import data_dir, load, partition
+from fedobp.data import data_dir, kinds, load, partition
 from fedobp.errors import FedobpError
-
-# `fedobp.data.partition` the attribute is the function; the module is wanted here.
-recipe = importlib.import_module("fedobp.data.partition")
 
 
 def published(y, clients, alpha, seed):
@@ -45,18 +42,18 @@ def published(y, clients, alpha, seed):
         np.random.set_state(before)
 
 
-class Counting(np.random.RandomState):
-    """A generator that counts its Dirichlet draws."""
+@pytest.fixture
+def draws(monkeypatch):
+    """A list that grows by one with every Dirichlet draw from a legacy generator."""
+    drawn = []
 
-    draws = 0
+    class Counting(np.random.RandomState):
+        def dirichlet(self, alpha):
+            drawn.append(len(alpha))
+            return super().dirichlet(alpha)
 
-    def dirichlet(self, *args, **kwargs):
-        self.draws += 1
-        return super().dirichlet(*args, **kwargs)
-
-
-class Forbidden:
-    """A generator from which nothing may be drawn."""
+    monkeypatch.setattr(kinds, "RandomState", Counting)
+    return drawn
 
 
 def assert_same(shards, expected):
@@ -97,14 +94,12 @@ def test_retries_go_on_with_shuffled_arrays_and_the_same_stream():
 
 
 @pytest.mark.parametrize(("alpha", "tries", "low", "high"), [(0.1, 8, 14, 3091), (0.5, 1, 177, 1211)])
-def test_cifar10s_published_sizes_and_tries(alpha, tries, low, high):
+def test_cifar10s_published_sizes_and_tries(draws, alpha, tries, low, high):
     # Pieces are cut by counts, so 6,000 of each of ten labels have CIFAR10's sizes in any order.
     y = np.repeat(np.arange(10), 6000)
     shards = partition(y, 100, alpha=alpha, seed=42)
     assert (min(sizes(shards)), max(sizes(shards)), sum(sizes(shards))) == (low, high, 60_000)
-    random = Counting(42)
-    recipe.dirichlet(y, 100, alpha, random)
-    assert random.draws == 10 * tries
+    assert draws == [100] * (10 * tries)
 
 
 @pytest.mark.parametrize(("alpha", "tries", "low", "high"), [(0.1, 8, 14, 3091), (0.5, 1, 177, 1211)])
@@ -197,20 +192,55 @@ def test_the_callers_labels_are_not_changed(digits):
     np.testing.assert_array_equal(digits, before)
 
 
-def test_a_draw_that_never_succeeds_gives_up_after_a_thousand_tries(digits):
-    random = Counting(42)
-    with pytest.raises(FedobpError, match=r"1,797 samples .* 100 clients .* alpha 0\.1 \(1,000 tries\): use fewer"):
-        recipe.dirichlet(digits, 100, 0.1, random)
-    assert random.draws == 10 * 1000
+def test_a_draw_that_might_succeed_but_does_not_gives_up_after_a_thousand_tries(draws):
+    y = np.repeat(np.arange(4), 50)
+    with pytest.raises(
+        FedobpError, match=r"200 samples .* 13 clients .* alpha 0\.5 \(1,000 tries\): use fewer --clients"
+    ):
+        partition(y, 13, alpha=0.5)
+    assert len(draws) == 4 * 1000
 
 
-def test_too_few_samples_for_ten_each_fail_before_anything_is_drawn():
+def test_long_odds_are_not_hopeless(draws):
+    y = np.repeat(np.arange(4), 50)
+    expected, tries = published(y, 12, 0.5, 42)
+    assert tries == 250, "this case must need many tries, or it shows nothing"
+    assert_same(partition(y, 12, alpha=0.5, seed=42), expected)
+    assert len(draws) == 4 * 250
+
+
+def test_what_cannot_end_is_refused_after_ten_tries(digits, draws):
+    with pytest.raises(
+        FedobpError, match=r"about 10\^\d\d draws until each of 100 clients has 10 of 1,797 samples"
+    ) as no:
+        partition(digits, 100)
+    assert "--partition dirichlet-equal" in str(no.value)
+    assert len(draws) == 10 * 10
+
+
+def test_sixty_thousand_samples_on_a_thousand_clients_cannot_end_and_say_so_within_a_second():
+    begun = time.perf_counter()
+    with pytest.raises(
+        FedobpError, match=r"would need about 10\^\d\d draws until each of 1000 clients has 10 of 60,000"
+    ):
+        partition(np.repeat(np.arange(10), 6000), 1000)
+    assert time.perf_counter() - begun < 1
+
+
+def test_odds_beyond_all_numbers_are_said_in_words():
+    # 10,000 samples of one label: at alpha 0.01 few of 1,000 clients get any.
+    with pytest.raises(FedobpError, match="would need more draws than can be counted until each of 1000 clients"):
+        partition(np.zeros(10_000, dtype=np.int64), 1000, alpha=0.01)
+
+
+def test_too_few_samples_for_ten_each_fail_before_anything_is_drawn(draws):
     with pytest.raises(FedobpError, match=r"199 samples are fewer than 10 for each of 20 clients: use fewer --clients"):
-        recipe.dirichlet(np.arange(199) % 5, 20, 0.5, Forbidden())
+        partition(np.arange(199) % 5, 20, alpha=0.5)
+    assert draws == []
 
 
 def test_too_few_samples_for_iid_are_refused():
-    with pytest.raises(FedobpError, match="9 samples do not give each of 5 clients 2 of them: use fewer --clients"):
+    with pytest.raises(FedobpError, match="9 samples are fewer than 2 for each of 5 clients: use fewer --clients"):
         partition(np.arange(9), 5, kind="iid")
 
 

@@ -24,6 +24,17 @@ def test_a_client_that_never_trained_has_no_last_model():
     assert people({}).last(0) is None
 
 
+def test_guests_are_the_same_clients_before_their_first_visit_and_leave_no_trace():
+    one = people({"head": torch.zeros(3)})
+    one.keep([1], {"head": torch.ones(1, 3)}, 2 * THETA[None])
+    guests = one.guests()
+    assert (guests.data, guests.seed, guests.last(1)) == (one.data, one.seed, None)
+    assert guests.own[1]["head"].tolist() == [0, 0, 0]
+    guests.keep([1, 2], {"head": torch.full((2, 3), 7.0)}, torch.stack([THETA, THETA]))
+    assert (one.last(1).tolist(), one.last(2)) == ([2, 4, 6], None)
+    assert one.own.gather([1, 2])["head"].tolist() == [[1] * 3, [0] * 3]
+
+
 @pytest.mark.parametrize("name", ["theta", "head"])
 def test_the_last_model_is_the_one_trained_last(name):
     one = people({name: torch.zeros(3)})

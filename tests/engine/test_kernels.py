@@ -37,7 +37,7 @@ LARGE = Tiles(
 
 
 DRAW = np.random.default_rng(3)
-DATASET = Dataset("noise", DRAW.integers(0, 256, (60, 28, 28), dtype=np.uint8), np.arange(60) % 10, np.arange(10), 0)
+DATASET = Dataset("noise", DRAW.integers(0, 256, (60, 28, 28), dtype=np.uint8), np.arange(60) % 10, tuple(range(10)), 0)
 SHARDS = [
     Shard(np.arange(20), np.arange(0), np.arange(20, 30)),
     Shard(np.arange(30, 46), np.arange(0), np.arange(46, 60)),
@@ -171,6 +171,7 @@ def test_the_engine_trains_and_tests_with_them_as_the_serial_one_does(monkeypatc
     given = {"clients": 2, "rounds": 2, "participation": 0.5, "epochs": 1, "batch_size": 16, "model": "cnn",
              "method": "fedobp", "options": {"q": 0.9}, "momentum": 0.5, "finetune_epochs": 1, "lr": 0.1}  # fmt: skip
     federation = Federation.__new__(Federation)
+    federation.partition = "made by hand"
     problem = Problem(Case())
     found = {}
     for engine in ("serial", "lanes"):

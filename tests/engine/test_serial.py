@@ -34,7 +34,7 @@ def make_data():
         middle, end = start + trained, start + trained + tested
         shards.append(Shard(np.arange(start, middle), np.array([], np.int64), np.arange(middle, end)))
         start = end
-    return FederatedData(Dataset("mine", x, y, np.arange(3), 0), shards, torch.device("cpu"), torch.float64)
+    return FederatedData(Dataset("mine", x, y, (0, 1, 2), 0), shards, torch.device("cpu"), torch.float64)
 
 
 ENGINES = pytest.mark.parametrize("engine", ["serial", "lanes"])

@@ -184,6 +184,14 @@ def test_runs_of_a_sweep_equal_each_run_alone_on_the_oracle():
         same(result, Federation(replace(config, device="cpu", engine="serial")).run())
 
 
+@pytest.mark.parametrize("method", ["fedobp", "fedavg-last", "fedpac", "seqfededt"])
+def test_new_clients_fare_as_on_the_oracle(method):
+    given = {**SMALL, "holdout_clients": 1, "rounds": 2, "precision": "fp64"}
+    ours = Federation(Config(**given, device=DEVICE)).run(method)
+    theirs = Federation(Config(**given, device="cpu", engine="serial")).run(method)
+    assert (ours.cold, ours.accuracy, ours.partition) == (theirs.cold, theirs.accuracy, theirs.partition)
+
+
 def test_a_run_that_diverges_names_its_client():
     config = Config(**{**SMALL, "lr": 1e9, "device": DEVICE})
     with pytest.raises(FedobpError, match=r"^round \d, client \d: .* \(it is 1e\+09\)"):

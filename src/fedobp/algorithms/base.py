@@ -11,18 +11,19 @@ State has three homes: `server` (one), `row` (a client's record on the server) a
 leaves it). By convention `server["theta"]` is the global model; entries that nobody shares stay at theta^0 there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedobp.errors import FedobpError, unknown
 from fedobp.models import Model
+from fedobp.options import Option as Option  # for methods: all they need is in this file
+from fedobp.options import Options
+from fedobp.options import option as option
 
 Tensors = dict[str, Tensor]
-Option = float | int | str
 
 
 class Sparse(NamedTuple):
@@ -155,20 +156,14 @@ class Moment:
     seed: int = 0  # the run's: draws on the server are keyed by it
     # In simulations: the gradient of the mean loss over all clients' training samples, at each of [rows, N].
     pooled: Callable[[Tensor], Tensor] | None = None
-
-
-def option(
-    default: Any, doc: str, *, choices: Sequence[str] = (), low: float | None = None, high: float | None = None
-) -> Any:
-    """Declare a method's option: its default, what it does and where the default comes from, and its range."""
-    return field(default=default, metadata={"doc": doc, "choices": tuple(choices), "low": low, "high": high})
+    held_out: int = 0  # clients that never train: those with the last ids
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(Options):
     """Base of all methods: fields are options (floats reach clients as `hp`), functions as described above."""
 
-    name: ClassVar[str]
+    kind: ClassVar[str] = "method"
     summary: ClassVar[str]
     paper: ClassVar[str]
 
@@ -217,43 +212,6 @@ class Method:
     def floats(self) -> dict[str, float]:
         """Return the options that reach clients as numbers."""
         return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), float)}
-
-    @classmethod
-    def options(cls) -> list[Field[Any]]:
-        """Return the declared options."""
-        return list(fields(cls))
-
-    @classmethod
-    def configure(cls, given: Mapping[str, Option]) -> Self:
-        """Return the method with the given options, each checked against its field's type, range and choices."""
-        known = {f.name: f for f in cls.options()}
-        for name in given:
-            if name not in known:
-                if not known:
-                    raise FedobpError(f"method '{cls.name}' has no options, so '{name}' cannot be set")
-                raise unknown(f"option of {cls.name}", name, known)
-        return cls(**{name: _checked(cls.name, known[name], value) for name, value in given.items()})
-
-
-def _checked(method: str, spec: Field[Any], value: Option) -> Option:
-    """Return an option's value in its field's type, or say what it should be."""
-    where, meta, kind = f"option '{spec.name}' of {method}", spec.metadata, int if spec.type is int else float
-    if meta["choices"]:
-        if value not in meta["choices"]:
-            raise unknown(f"value of {where}", str(value), meta["choices"])
-        return value
-    try:
-        number = kind(value)
-        if isinstance(value, bool) or number != float(value):
-            raise ValueError
-    except (ValueError, TypeError, OverflowError):
-        noun = "whole number" if kind is int else "number"
-        raise FedobpError(f"{where} must be a {noun}, not '{value}'") from None
-    low, high = meta["low"], meta["high"]
-    if (low is not None and number < low) or (high is not None and number > high):
-        span = f"between {low} and {high}" if high is not None else f"at least {low}"
-        raise FedobpError(f"{where} must be {span}, not {value}")
-    return number
 
 
 def dense(record: Record, name: str) -> Tensor:

@@ -68,4 +68,4 @@ class Scaffold(FedAvg):
     ) -> tuple[Tensors, Tensors]:
         """Average the models; move the control by the mean change over all clients, of whom most changed nothing."""
         theta, change = average(dense(up, "theta"), torch.ones_like(n)), dense(up, "change")
-        return {"theta": theta, "control": server["control"] + change.sum(dim=0) / now.clients}, rows
+        return {"theta": theta, "control": server["control"] + change.sum(dim=0) / (now.clients - now.held_out)}, rows

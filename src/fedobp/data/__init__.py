@@ -1,11 +1,17 @@
 """Data: datasets by name, partitions over clients, and client data as tensors."""
 
+from fedobp.data.artefact import digest, load_partition, partition_settings, save_partition
+from fedobp.data.bring import bring
 from fedobp.data.datasets import Dataset, Info, catalogue, data_dir, describe, load, names, store
 from fedobp.data.federated import FederatedData, Split
+from fedobp.data.fetch import fetch
+from fedobp.data.kinds import PARTITIONS
 from fedobp.data.known import KNOWN
-from fedobp.data.partition import PARTITIONS, Shard, partition
+from fedobp.data.partition import Shard, changed, partition
+from fedobp.data.scaling import way_of
 
 __all__ = [
-    "KNOWN", "PARTITIONS", "Dataset", "FederatedData", "Info", "Shard", "Split", "catalogue", "data_dir", "describe",
-    "load",    "names", "partition", "store",
+    "KNOWN", "PARTITIONS", "Dataset", "FederatedData", "Info", "Shard", "Split", "bring", "catalogue", "changed",
+    "data_dir", "describe", "digest", "fetch", "load", "load_partition", "names", "partition", "partition_settings",
+    "save_partition", "store", "way_of",
 ]  # fmt: skip

@@ -1,19 +1,22 @@
 """Datasets: arrays of inputs and labels, kept as one npz per name, read and written without pickle."""
 
+import math
 import os
 import random
 import re
+import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedobp.data.known import KNOWN
+from fedobp.data.sources import installed, read
 from fedobp.errors import FedobpError, unknown
 from fedobp.files import replacing, unwritable
 
@@ -31,6 +34,7 @@ class Info:
     shape: tuple[int, ...]
     classes: int
     available: bool
+    clients: int = 0  # how many clients its samples came from; 0: not known
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,10 @@ class Dataset:
     name: str
     x: NDArray[Any]
     y: NDArray[np.int64]
-    labels: NDArray[np.int64]  # what label 0, 1, ... was called in the file
+    labels: tuple[str | int, ...]  # what label 0, 1, ... was called in the file
     n_train: int  # how many leading samples are the official training split; 0: not known
+    clients: NDArray[np.int64] | None = None  # whose each sample is, 0, 1, ..., where that is known
+    client_names: tuple[str, ...] = ()  # what client 0, 1, ... was called in the file
 
     @property
     def classes(self) -> int:
@@ -51,7 +57,7 @@ class Dataset:
     @property
     def info(self) -> Info:
         """Name and sizes."""
-        return Info(self.name, len(self.y), self.x.shape[1:], self.classes, available=True)
+        return Info(self.name, len(self.y), self.x.shape[1:], self.classes, True, len(self.client_names))
 
 
 def data_dir(given: str | None = None) -> Path:
@@ -79,18 +85,17 @@ def describe(name: str, folder: Path) -> Info:
         return _digits().info
     path = _find(name, folder)
     if path is None:
-        known = KNOWN[name]
-        return Info(name, None, known.shape, known.classes, available=False)
+        known, here = KNOWN[name], bool(installed(name))
+        return Info(name, known.samples if here else None, known.shape, known.classes, available=here)
     try:
         with zipfile.ZipFile(path) as archive, archive.open("x.npy") as member:
-            version = np.lib.format.read_magic(member)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, _ = read(member)
+            shape, _, _ = _header(member)
             if len(shape) not in (2, 3, 4):
                 raise ValueError(f"x has shape {shape}")
         with np.load(path, allow_pickle=False) as arrays:
-            labels = _labels(name, np.asarray(arrays["y"]))
-        info = Info(name, shape[0], tuple(shape[1:]), len(labels), available=True)
+            labels, _ = _labels(name, np.asarray(arrays["y"]))
+            clients = len(np.unique(arrays["client"])) if "client" in arrays else 0
+        info = Info(name, shape[0], tuple(shape[1:]), len(labels), True, clients)
     except _DAMAGE as error:
         raise _unreadable(path, error) from error
     return info
@@ -108,8 +113,25 @@ def catalogue(folder: Path) -> list[Info]:
     return found
 
 
-def store(name: str, source: Path, folder: Path) -> Dataset:
-    """Check the npz file `source` and keep it in the folder under a name; nothing is ever overwritten."""
+def store(name: str, arrays: Mapping[str, NDArray[Any]], folder: Path) -> Dataset:
+    """Check arrays and keep them in the folder under a name; nothing is ever overwritten."""
+    target = vacant(name, folder)
+    dataset = parse(name, arrays)
+    y = np.array(dataset.labels)[dataset.y]
+    kept: dict[str, Any] = {"x": dataset.x, "y": y, "n_train": np.int64(dataset.n_train)}
+    if "client" in arrays:
+        kept["client"] = _flat(arrays["client"])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    with replacing(target) as file:
+        np.savez(file, **kept)
+    return dataset
+
+
+def vacant(name: str, folder: Path) -> Path:
+    """Return where a dataset of that name will lie, or say why there cannot be one."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
         raise FedobpError(f"'{name}' cannot name a dataset: use lower-case letters, digits, '-', '_' and '.'")
     target = folder / f"{name}.npz"
@@ -117,25 +139,16 @@ def store(name: str, source: Path, folder: Path) -> Dataset:
         raise FedobpError(f"dataset '{name}' is built in: import under another name")
     if target.exists():
         raise FedobpError(f"dataset '{name}' exists already: import under another name, or remove {target} first")
-    dataset = parse(name, _read(source))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unwritable(folder, error) from error
-    with replacing(target) as file:
-        np.savez(file, x=dataset.x, y=dataset.labels[dataset.y], n_train=np.int64(dataset.n_train))
-    return dataset
+    return target
 
 
 def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
-    """Check arrays `x`, `y` and optional `n_train`, and return them as a dataset."""
+    """Check arrays `x`, `y` and, where they are given, `n_train` and `client`, and return them as a dataset."""
     missing = [key for key in ("x", "y") if key not in arrays]
     if missing:
         found = ", ".join(arrays) or "nothing"
         raise FedobpError(f"dataset '{name}' has no array '{missing[0]}' (it has {found}): save x and y with np.savez")
-    x, y = arrays["x"], arrays["y"]
-    if y.ndim == 2 and y.shape[1] == 1:
-        y = y[:, 0]
+    x, y = arrays["x"], _flat(arrays["y"])
     if x.ndim not in (2, 3, 4) or y.ndim != 1 or len(x) != len(y) or not x.size:
         raise FedobpError(
             f"dataset '{name}' has x of shape {x.shape} and y of shape {y.shape}: x must be [N, features], [N, H, W] "
@@ -154,34 +167,61 @@ def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
             f"dataset '{name}' has samples of shape {x.shape[1:]}, and {name} has {known.shape}: import it under "
             "another name"
         )
-    labels = _labels(name, y)
+    labels, numbered = _labels(name, y)
     given = np.asarray(arrays.get("n_train", 0))
     if not np.issubdtype(given.dtype, np.integer) or given.size != 1:
         raise FedobpError(f"dataset '{name}' has an n_train that is no whole number: give 0 where it is not known")
     n_train = int(given.item())
     if not 0 <= n_train <= len(y):
         raise FedobpError(f"dataset '{name}' has n_train {n_train} of {len(y)} samples: give 0 where it is not known")
-    return Dataset(name, x, np.searchsorted(labels, y.astype(np.int64)).astype(np.int64), labels, n_train)
+    owners, clients = _clients(name, arrays["client"], len(y)) if "client" in arrays else ((), None)
+    return Dataset(name, x, numbered, labels, n_train, clients, owners)
 
 
-def _labels(name: str, y: NDArray[Any]) -> NDArray[np.int64]:
-    """Return what label 0, 1, ... is called: all of a known set's, or those that occur."""
-    if not np.issubdtype(y.dtype, np.integer):
-        raise FedobpError(f"dataset '{name}' has labels of type {y.dtype}: y must hold integers")
-    if y.size and y.max() > np.iinfo(np.int64).max:
-        raise FedobpError(f"dataset '{name}' has a label of {y.max()}: y must fit into 64 bits with a sign")
-    occurring = np.unique(y.astype(np.int64))
+def _flat(column: NDArray[Any]) -> NDArray[Any]:
+    return column[:, 0] if column.ndim == 2 and column.shape[1] == 1 else column
+
+
+def _labels(name: str, y: NDArray[Any]) -> tuple[tuple[str | int, ...], NDArray[np.int64]]:
+    """Return what label 0, 1, ... is called (all of a known set's, or those that occur), and each sample's number."""
+    y = _named(name, "labels", "y", y)
     if name in KNOWN:
         classes = KNOWN[name].classes
-        if occurring[0] < 0 or occurring[-1] >= classes:
+        low, high = (min(y), max(y)) if y.dtype.kind == "U" else (y.min(), y.max())
+        if y.dtype.kind == "U" or low < 0 or high >= classes:
             raise FedobpError(
-                f"dataset '{name}' has labels from {occurring[0]} to {occurring[-1]}, and {name} has 0 to "
-                f"{classes - 1}: import it under another name"
+                f"dataset '{name}' has labels from {low} to {high}, and {name} has 0 to {classes - 1}: import it under "
+                "another name"
             )
-        return np.arange(classes)
+        return tuple(range(classes)), y
+    occurring, numbered = np.unique(y, return_inverse=True)
     if len(occurring) < 2:
         raise FedobpError(f"dataset '{name}' has only the label {occurring[0]}: there is nothing to learn")
-    return occurring
+    return tuple(occurring.tolist()), numbered.astype(np.int64)
+
+
+def _clients(name: str, client: NDArray[Any], samples: int) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+    """Return what client 0, 1, ... is called, and whose each sample is."""
+    client = _flat(client)
+    if client.shape != (samples,):
+        raise FedobpError(f"dataset '{name}' has client of shape {client.shape} and {samples} samples: it must be [N]")
+    occurring, numbered = np.unique(_named(name, "clients", "client", client), return_inverse=True)
+    return tuple(map(str, occurring.tolist())), numbered.astype(np.int64)
+
+
+def _named(name: str, what: str, key: str, values: NDArray[Any]) -> NDArray[Any]:
+    """Return names as texts or as signed 64-bit integers, or say why they are neither."""
+    if values.dtype.kind == "U":
+        if not np.char.strip(values).all():
+            raise FedobpError(f"dataset '{name}' has samples without a name in {key}: name them, or leave them out")
+        return values
+    if not np.issubdtype(values.dtype, np.integer):
+        raise FedobpError(f"dataset '{name}' has {what} of type {values.dtype}: {key} must hold integers or texts")
+    if values.size and values.max() > np.iinfo(np.int64).max:
+        raise FedobpError(
+            f"dataset '{name}' has a number of {values.max()} in {key}: it must fit into 64 bits with a sign"
+        )
+    return values.astype(np.int64)
 
 
 def _find(name: str, folder: Path) -> Path | None:
@@ -195,15 +235,19 @@ def _find(name: str, folder: Path) -> Path | None:
 
 def _open(name: str, folder: Path) -> dict[str, NDArray[Any]]:
     path = _find(name, folder)
-    if path is None:
+    if path is not None:
+        return read_npz(path, mapped=True)
+    files = installed(name)
+    if not files:
         raise FedobpError(
-            f"dataset '{name}' is not in {folder}: run `fedobp data import {name} FILE.npz` with arrays x and y, or "
-            "point --data-dir to where it is"
+            f"dataset '{name}' is not in {folder}: run `fedobp data fetch {name}`, or point --data-dir to where "
+            f"{name}.npz is"
         )
-    return _read(path)
+    return read(name, files)
 
 
-def _read(path: Path) -> dict[str, NDArray[Any]]:
+def read_npz(path: Path, *, mapped: bool = False) -> dict[str, NDArray[Any]]:
+    """Return all arrays of an npz file, read without pickle; `mapped` leaves x in the file until it is used."""
     if not path.is_file():
         raise FedobpError(f"there is no file {path}: give the path of an npz file with arrays x and y")
     try:
@@ -212,9 +256,35 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
             if not isinstance(arrays, np.lib.npyio.NpzFile):
                 raise ValueError("one bare array")
             with arrays:
-                return {key: arrays[key] for key in arrays.files}
+                x = _mapped(path, "x.npy") if mapped and "x" in arrays.files else None
+                return {key: arrays[key] if x is None or key != "x" else x for key in arrays.files}
     except _DAMAGE as error:
         raise _unreadable(path, error) from error
+
+
+def _mapped(path: Path, name: str) -> NDArray[np.uint8] | None:
+    """Return an array of bytes as it lies in the file, to be read when it is used; None if it lies there otherwise."""
+    with zipfile.ZipFile(path) as archive:
+        member = archive.getinfo(name)
+        with archive.open(member) as stream:
+            shape, transposed, dtype = _header(stream)
+            before = stream.tell()
+    if member.compress_type != zipfile.ZIP_STORED or dtype != np.uint8 or transposed or 0 in shape:
+        return None
+    if before + math.prod(shape) != member.file_size:
+        raise ValueError(f"{name} is not as long as it says")
+    with path.open("rb") as file:
+        file.seek(member.header_offset + 26)  # where a member says how long its name and its extra field are
+        offset = member.header_offset + 30 + sum(struct.unpack("<HH", file.read(4))) + before
+        # Copy on write: the file never changes, and PyTorch is given memory that it may write to.
+        return np.asarray(np.memmap(file, np.uint8, "c", offset, shape))
+
+
+def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return the shape, the order (whether Fortran's) and the type of an array in npy format."""
+    if np.lib.format.read_magic(stream) == (1, 0):
+        return np.lib.format.read_array_header_1_0(stream)
+    return np.lib.format.read_array_header_2_0(stream)
 
 
 def _unreadable(path: Path, error: Exception) -> FedobpError:

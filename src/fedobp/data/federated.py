@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fedobp.data.datasets import Dataset
-from fedobp.data.known import KNOWN
 from fedobp.data.partition import Shard
+from fedobp.data.scaling import scaling, way_of
 from fedobp.transfer import send
 
 Split = Literal["train", "val", "test"]
@@ -31,29 +31,41 @@ class _Index:
 
 
 class FederatedData:
-    """A dataset dealt out to clients. Inputs stay as stored (uint8 where they came so) and are scaled when read."""
+    """A dataset dealt out to clients. Inputs stay as stored (uint8 where they came so) and are scaled when read.
 
-    def __init__(self, dataset: Dataset, shards: Sequence[Shard], device: torch.device, dtype: torch.dtype) -> None:
+    `normalize` says how: `dataset`, `train`, `none` or `as-published`; what suits the dataset where it is not given.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        shards: Sequence[Shard],
+        device: torch.device,
+        dtype: torch.dtype,
+        normalize: str | None = None,
+    ) -> None:
         x = torch.as_tensor(dataset.x)
         # Images become [N, C, H, W], tables stay [N, features]: the channel or feature axis is the second one.
         self.x = (x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2) if x.ndim == 4 else x).contiguous()
         self.x, self.y = self.x.to(device), torch.as_tensor(dataset.y).to(device)
         self.dtype, self.classes = dtype, dataset.classes
-        self._deal(dataset, shards)
+        self._deal(dataset, shards, normalize)
 
-    def dealt_again(self, dataset: Dataset, shards: Sequence[Shard]) -> Self:
-        """Return the same samples under another partition; they lie in memory once."""
+    def dealt_again(self, dataset: Dataset, shards: Sequence[Shard], normalize: str | None = None) -> Self:
+        """Return the same samples under another partition or scaling; they lie in memory once."""
         other = copy(self)
-        other._deal(dataset, shards)
+        other._deal(dataset, shards, normalize)
         return other
 
-    def _deal(self, dataset: Dataset, shards: Sequence[Shard]) -> None:
+    def _deal(self, dataset: Dataset, shards: Sequence[Shard], normalize: str | None) -> None:
         device = self.x.device
         self.clients = len(shards)
+        self.trainers = sum(not shard.held_out for shard in shards)  # they come first; the others never train
         self._index = {split: _Index([getattr(shard, split) for shard in shards], device) for split in _SPLITS}
         counts = [np.bincount(dataset.y[shard.train], minlength=self.classes) for shard in shards]
         self.label_counts = torch.as_tensor(np.stack(counts)).to(device)  # [clients, classes], of the training parts
-        self.unit, mean, std = _scaling(dataset, shards)
+        trained = np.concatenate([shard.train for shard in shards[: self.trainers]])
+        self.unit, mean, std = scaling(dataset, trained, way_of(dataset.name, normalize))
         axes = (1, -1, *[1] * (self.x.ndim - 2))
         self._labels = dataset.labels
         self.mean, self.std = (torch.as_tensor(v, dtype=self.dtype, device=device).reshape(axes) for v in (mean, std))
@@ -66,7 +78,7 @@ class FederatedData:
     def about(self) -> dict[str, Any]:
         """Return what a saved model needs to be used elsewhere: its inputs are (x / unit - mean) / std."""
         scaling = {"unit": self.unit, "mean": self.mean.flatten().tolist(), "std": self.std.flatten().tolist()}
-        return {"input_shape": self.shape, "labels": self._labels.tolist(), "scaling": scaling}
+        return {"input_shape": self.shape, "labels": list(self._labels), "scaling": scaling}
 
     def size(self, client: int, split: Split) -> int:
         """How many samples a client has."""
@@ -81,8 +93,9 @@ class FederatedData:
         return index.ids[at.clamp_(max=max(0, len(index.ids) - 1))] if len(index.ids) else torch.zeros_like(positions)
 
     def pool(self, split: Split) -> Tensor:
-        """Return which samples belong to anybody's part."""
-        return self._index[split].ids
+        """Return which samples belong to anybody's part; clients that are held out are nobody here."""
+        index = self._index[split]
+        return index.ids[: sum(index.sizes[: self.trainers])]
 
     def samples(self, ids: Tensor) -> Tensor:
         """Return samples' scaled inputs."""
@@ -99,23 +112,3 @@ class FederatedData:
     def counts(self, client: int) -> Tensor:
         """Return how often each label occurs in a client's training part."""
         return self.label_counts[client]
-
-
-def _scaling(dataset: Dataset, shards: Sequence[Shard]) -> tuple[float, np.ndarray, np.ndarray]:
-    """Return (unit, mean, std): an input is scaled as (x / unit - mean) / std, per channel or feature.
-
-    A dataset with published constants uses those; any other takes the mean and deviation of its training parts.
-    """
-    known = KNOWN.get(dataset.name)
-    stored_as_bytes = dataset.x.dtype == np.uint8
-    if known and known.mean:
-        unit = 255.0 if stored_as_bytes or dataset.x.max() > 1 else 1.0
-        return unit, np.array(known.mean), np.array(known.std)
-    unit = 255.0 if stored_as_bytes else 1.0
-    trained = dataset.x[np.concatenate([shard.train for shard in shards])]
-    if trained.ndim == 3:
-        trained = trained[..., None]
-    axes = tuple(range(trained.ndim - 1))
-    mean = trained.mean(axis=axes, dtype=np.float64) / unit
-    std = trained.std(axis=axes, dtype=np.float64) / unit
-    return unit, mean, np.where(std > 0, std, 1.0)

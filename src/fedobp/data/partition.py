@@ -1,23 +1,17 @@
-"""How data falls on clients: seeded functions from labels to one set of indices per client, and its split.
+"""How data falls on clients: a kind of partition, each client's split, and the clients that never train."""
 
-Both partitions draw from a NumPy legacy generator of their own, seeded with the partition seed; the caller's global
-generator is not touched.
-"""
-
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.random import RandomState
-from numpy.typing import NDArray
+from numpy.random import default_rng
 
+from fedobp.data.datasets import Dataset
+from fedobp.data.kinds import PARTITIONS, UNCHANGED, Change, Given, Indices
 from fedobp.errors import FedobpError, unknown
-
-Indices = NDArray[np.int64]
+from fedobp.options import Option
 
 TEST_SHARE = 0.25
-SMALLEST = 10  # the published recipe redraws until every client has as many samples
-TRIES = 1000
 
 
 @dataclass(frozen=True)
@@ -27,67 +21,81 @@ class Shard:
     train: Indices
     val: Indices
     test: Indices
+    change: Change = UNCHANGED
+    held_out: bool = False  # whether it never trains
 
-
-def dirichlet(y: Indices, clients: int, alpha: float, random: RandomState) -> list[Indices]:
-    """Share out each label by a Dirichlet(alpha) draw over the clients: the published recipe, bit for bit.
-
-    Every client gets at least 10 samples: the whole draw is repeated until that holds, with the generator and the
-    shuffled arrays going on from where they were. Gives up with an error after 1,000 tries.
-    """
-    if not alpha > 0:
-        raise FedobpError(f"--alpha {alpha} is not above 0: the Dirichlet needs a positive concentration, such as 0.1")
-    if len(y) < SMALLEST * clients:
-        raise FedobpError(
-            f"{len(y):,} samples are fewer than {SMALLEST} for each of {clients} clients: use fewer --clients"
-        )
-    by_label = [np.flatnonzero(y == label) for label in np.unique(y)]
-    for _ in range(TRIES):
-        pieces: list[list[Indices]] = [[] for _ in range(clients)]
-        for indices in by_label:
-            random.shuffle(indices)
-            shares = random.dirichlet(np.full(clients, alpha))
-            if not np.isfinite(shares).all():
-                raise FedobpError(f"--alpha {alpha} is too small to draw shares with: use a larger --alpha")
-            cuts = (np.cumsum(shares) * len(indices)).astype(np.int64)[:-1]
-            for own, piece in zip(pieces, np.split(indices, cuts), strict=True):
-                own.append(piece)
-        if min(sum(map(len, own)) for own in pieces) >= SMALLEST:
-            return [np.concatenate(own) for own in pieces]
-    raise FedobpError(
-        f"{len(y):,} samples could not be drawn so that each of {clients} clients has {SMALLEST} of them at alpha "
-        f"{alpha} ({TRIES:,} tries): use fewer --clients, a larger --alpha, or --partition iid"
-    )
-
-
-def iid(y: Indices, clients: int, alpha: float, random: RandomState) -> list[Indices]:
-    """Shuffle all samples and deal them out in equal parts (sizes differ by at most one); alpha plays no role."""
-    if len(y) < 2 * clients:
-        raise FedobpError(f"{len(y):,} samples do not give each of {clients} clients 2 of them: use fewer --clients")
-    return np.array_split(random.permutation(len(y)), clients)
-
-
-PARTITIONS: dict[str, Callable[[Indices, int, float, RandomState], list[Indices]]] = {
-    "dirichlet": dirichlet,
-    "iid": iid,
-}
+    @property
+    def samples(self) -> Indices:
+        """All of them."""
+        return np.concatenate([self.train, self.val, self.test])
 
 
 def partition(
-    y: Indices, clients: int, *, kind: str = "dirichlet", alpha: float = 0.1, seed: int = 42, val_ratio: float = 0.0
+    y: Indices,
+    clients: int,
+    *,
+    kind: str = "dirichlet",
+    options: Mapping[str, Option] | None = None,
+    alpha: float = 0.1,
+    seed: int = 42,
+    val_ratio: float = 0.0,
+    holdout: int = 0,
+    natural: Indices | None = None,
 ) -> list[Shard]:
     """Return each client's shard: a quarter of its samples for test, the rest for training.
 
-    Validation samples are cut off the training part, so the test part is the same at every `val_ratio`.
+    Validation samples are cut off the training part, so the test part is the same at every `val_ratio`. Clients that
+    are held out are drawn by the seed and come last; what falls on whom does not depend on how many they are.
     """
     if kind not in PARTITIONS:
         raise unknown("partition", kind, PARTITIONS)
-    random = RandomState(seed)
-    shards = []
-    for indices in PARTITIONS[kind](y, clients, alpha, random):
-        random.shuffle(indices)
-        tested = int(TEST_SHARE * len(indices))
-        rest = indices[tested:]
-        validated = int(val_ratio * len(rest))
-        shards.append(Shard(train=rest[validated:], val=rest[:validated], test=indices[:tested]))
-    return shards
+    chosen, given = PARTITIONS[kind].configure(options or {}), Given(y, clients, alpha, seed, natural)
+    shards = [
+        _split(indices, val_ratio, change)
+        for indices, change in zip(chosen.deal(given), chosen.changes(given), strict=True)
+    ]
+    return _held_out(shards, holdout, seed)
+
+
+def _split(indices: Indices, val_ratio: float, change: Change) -> Shard:
+    tested = int(TEST_SHARE * len(indices))
+    rest = indices[tested:]
+    validated = int(val_ratio * len(rest))
+    return Shard(train=rest[validated:], val=rest[:validated], test=indices[:tested], change=change)
+
+
+def _held_out(shards: Sequence[Shard], count: int, seed: int) -> list[Shard]:
+    """Draw clients that never train, and put them behind all others; everybody else keeps their order."""
+    # A stream beside the partition's own. Holding out fewer clients holds out the first of them.
+    order = default_rng([seed, 1]).permutation(len(shards)).tolist()
+    return [
+        *(shards[client] for client in sorted(order[count:])),
+        *(replace(shards[client], held_out=True) for client in order[:count]),
+    ]
+
+
+def changed(dataset: Dataset, shards: Sequence[Shard]) -> Dataset:
+    """Return the dataset with every client's change made to its inputs: itself, or a copy."""
+    if all(shard.change == UNCHANGED for shard in shards):
+        return dataset
+    x, images = np.array(dataset.x), dataset.x.ndim > 2
+    if any(shard.change.turns for shard in shards) and not (images and x.shape[1] == x.shape[2]):
+        raise FedobpError(
+            f"'{dataset.name}' has inputs of shape {x.shape[1:]}, which cannot be rotated: use --partition-set "
+            "change=noise"
+        )
+    if x.dtype == np.uint8:
+        unit, low, high = np.array(255.0), 0.0, 255.0
+    else:
+        axes = (0, 1, 2)[: 1 if x.ndim == 2 else 3]
+        unit = x.std(axis=axes, dtype=np.float64)
+        # Images stay between black and white; features have no such bounds.
+        low, high = (float(x.min()), float(x.max())) if images else (-np.inf, np.inf)
+    for shard in shards:
+        ids, change = shard.samples, shard.change
+        own = np.rot90(x[ids], change.turns, axes=(1, 2)) if change.turns else x[ids]
+        if change.noise:
+            noisy = own + change.noise * unit * default_rng(change.seed).standard_normal(own.shape)
+            own = np.clip(np.rint(noisy) if x.dtype == np.uint8 else noisy, low, high)
+        x[ids] = own
+    return replace(dataset, x=x)

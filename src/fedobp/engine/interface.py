@@ -17,6 +17,7 @@ class Population:
 
     def __init__(self, data: FederatedData, own: Tensors, theta: Tensor, seed: int, budget: Budget) -> None:
         self.data, self.seed = data, seed
+        self._start = own, theta
         self.own = Store(own, data.clients, budget)
         self._last = Store({"theta": theta}, data.clients, budget)
         self._remembered: set[int] = set()  # clients whose last model is own["theta"]
@@ -33,6 +34,10 @@ class Population:
         else:
             self._remembered.difference_update(clients)
             self._last.scatter(clients, {"theta": theta})
+
+    def guests(self) -> "Population":
+        """Return the same clients before anybody's first visit: what they do leaves no trace here."""
+        return Population(self.data, *self._start, self.seed, Budget())
 
     def last(self, client: int) -> Tensor | None:
         """Return the model that a client trained last, or None if it never has."""

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedobp.evaluation import Accuracy, Protocol
-from fedobp.federation import Result
+from fedobp.result import Result
 
 
 def _table(*columns: str) -> Table:
@@ -45,6 +45,12 @@ def run_table(result: Result) -> RenderableType:
         (f"fine-tuned {result.config.finetune_epochs} epochs", result.finetuned),
         ("as served, validation", result.validation),
     ]
+    if result.cold:
+        rows += [
+            ("new client, as served", result.cold.served),
+            ("new client, after a visit", result.cold.visited),
+            ("new client, own model", result.cold.last),
+        ]
     for name, column in rows:
         if column:
             values = (column.pooled, column.client_mean, column.client_std, column.worst_decile, column.balanced)
@@ -53,7 +59,15 @@ def run_table(result: Result) -> RenderableType:
         f"Personal parameters per client: {result.personal.mean:,.0f} of {result.models.size:,}. Traffic per round: "
         f"{_bytes(result.bytes.down_per_round)} down, {_bytes(result.bytes.up_per_round)} up. {result.seconds:.1f} s."
     )
-    return Group(table, Text(_protocol(result.protocol)), Text(_majority([result])), Text(cost))
+    lines = [_protocol(result.protocol), _majority([result]), *_newcomers([result]), cost]
+    return Group(table, *map(Text, lines))
+
+
+def _newcomers(results: Sequence[Result]) -> list[str]:
+    held_out = results[0].config.holdout_clients
+    if not held_out:
+        return []
+    return [f"New clients: {held_out} that are held out of all rounds and of the other numbers; one visit each."]
 
 
 def _majority(results: Sequence[Result]) -> str:
@@ -67,10 +81,19 @@ def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
         {
             "method": method,
             **{name: _spread([getattr(r.accuracy, name) for r in runs]) for name in ("pooled", "client_mean")},
+            **{f"cold_{name}": _spread(values) for name, values in _cold(runs).items()},
             "seeds": [run.config.seed for run in runs],
         }
         for method, runs in _by_method(results).items()
     ]
+
+
+def _cold(runs: Sequence[Result]) -> dict[str, list[float]]:
+    """Return pooled accuracies of clients that are held out, where there are any."""
+    cold = [run.cold for run in runs if run.cold]
+    return (
+        {"served": [one.served.pooled for one in cold], "visited": [one.visited.pooled for one in cold]} if cold else {}
+    )
 
 
 def _by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -87,11 +110,14 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
 def compare_table(results: Sequence[Result]) -> RenderableType:
     """Return several methods side by side, in the order given."""
     seeds = sorted({result.config.seed for result in results})
-    table = _table("method", "pooled", "client mean", "personal", "down", "up", "seconds")
+    accuracies = ["pooled", "client_mean", *(f"cold_{name}" for name in _cold(results))]
+    heads = {"client_mean": "client mean", "cold_served": "new client", "cold_visited": "after a visit"}
+    names = [heads.get(name, name) for name in accuracies]
+    table = _table("method", *names, "personal", "down", "up", "seconds")
     for row, runs in zip(summarise(results), _by_method(results).values(), strict=True):
         table.add_row(
             row["method"],
-            *(_plus_minus(row[name]) for name in ("pooled", "client_mean")),
+            *(_plus_minus(row[name]) for name in accuracies),
             f"{statistics.fmean(run.personal.mean for run in runs):,.0f}",
             _bytes(statistics.fmean(run.bytes.down_per_round for run in runs)),
             _bytes(statistics.fmean(run.bytes.up_per_round for run in runs)),
@@ -102,7 +128,7 @@ def compare_table(results: Sequence[Result]) -> RenderableType:
         f"Personal: a client's own parameters, of {results[0].models.size:,}. Down, up: the cohort's payload per round."
     )
     shares = "Seconds: a run's equal share of the time, because runs train side by side."
-    lines = (f"{_protocol(results[0].protocol)} {seen}", units, shares, _majority(results))
+    lines = (f"{_protocol(results[0].protocol)} {seen}", units, shares, _majority(results), *_newcomers(results))
     return Group(table, *map(Text, lines))
 
 
@@ -172,9 +198,10 @@ def methods_table(methods: Sequence[dict[str, Any]]) -> RenderableType:
 
 def datasets_table(datasets: Sequence[dict[str, Any]]) -> RenderableType:
     """Return what is known of datasets."""
-    table = _table("dataset", "samples", "shape", "classes", "available")
+    table = _table("dataset", "samples", "shape", "classes", "clients", "available")
     for row in datasets:
-        samples = f"{row['samples']:,}" if row["samples"] else "-"
+        samples, clients = (f"{row[name]:,}" if row[name] else "-" for name in ("samples", "clients"))
         shape = "x".join(map(str, row["shape"]))
-        table.add_row(row["name"], samples, shape, str(row["classes"]), "yes" if row["available"] else "no")
+        available = "yes" if row["available"] else "no"
+        table.add_row(row["name"], samples, shape, str(row["classes"]), clients, available)
     return table

@@ -1,0 +1,153 @@
+"""A partition as a file: NAME.npz says whose each sample is, NAME.json what it was made with and its content's hash.
+
+The hash depends on the labels and the partition alone, so equal arguments give equal hashes on every machine.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedobp.data.datasets import Dataset, read_npz
+from fedobp.data.kinds import Change
+from fedobp.data.partition import Shard
+from fedobp.errors import FedobpError
+from fedobp.files import replacing, unwritable, write_json
+
+# Of all clients, one after the other: their samples' ids (train, val, test), and one row or number each.
+_TYPES = {"ids": "<i8", "sizes": "<i8", "held_out": "<i8", "turns": "<i8", "noise": "<f8", "seeds": "<i8"}
+
+
+def digest(dataset: Dataset, shards: Sequence[Shard]) -> str:
+    """Return a hash of the dataset's labels and of all that a partition says."""
+    return _digest(_fingerprint(dataset), _arrays(shards))
+
+
+def save_partition(name: Path, dataset: Dataset, shards: Sequence[Shard], settings: Mapping[str, Any]) -> str:
+    """Write NAME.npz and NAME.json, and return the hash; nothing is ever overwritten.
+
+    `settings` are those that the partition was made with, by their names in `Config`.
+    """
+    files = _files(name)
+    for path in files:
+        if path.exists():
+            raise FedobpError(f"{path} exists already: save the partition under another name")
+    try:
+        files[0].parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(files[0].parent, error) from error
+    arrays: dict[str, Any] = _arrays(shards)
+    fingerprint = _fingerprint(dataset)
+    found = _digest(fingerprint, arrays)
+    with replacing(files[0]) as file:
+        np.savez(file, **arrays)
+    about = {"name": dataset.name, "samples": len(dataset.y), "fingerprint": fingerprint}
+    write_json(files[1], {"hash": found, "dataset": about, "settings": dict(settings)})
+    return found
+
+
+def partition_settings(name: Path) -> dict[str, Any]:
+    """Return the settings that a saved partition was made with; a run with it takes them over."""
+    settings = _about(name)["settings"]
+    assert isinstance(settings, dict)
+    return settings
+
+
+def load_partition(name: Path, dataset: Dataset) -> list[Shard]:
+    """Return a saved partition of this dataset; of another dataset, or damaged, it is refused."""
+    about, (path, _) = _about(name), _files(name)
+    if about["dataset"]["fingerprint"] != _fingerprint(dataset):
+        raise FedobpError(
+            f"{path} is a partition of '{about['dataset']['name']}' ({about['dataset']['samples']:,} samples), and "
+            f"'{dataset.name}' ({len(dataset.y):,} samples) has other labels or shapes: use it with the --dataset it "
+            "was made of"
+        )
+    if not path.is_file():
+        raise FedobpError(f"there is no {path} beside its json file: put it there, or save the partition anew")
+    arrays = read_npz(path)
+    told = [about["settings"].get(name) for name in ("clients", "holdout_clients")]
+    sound = _sound(arrays, len(dataset.y)) and told == [len(arrays["sizes"]), arrays["held_out"].sum()]
+    if not sound or about["hash"] != _digest(_fingerprint(dataset), arrays):
+        raise FedobpError(f"{path} does not have the content that its json file names: save the partition anew")
+    shards = []
+    for client, ids in enumerate(np.split(arrays["ids"], np.cumsum(arrays["sizes"].sum(axis=1))[:-1])):
+        train, val, test = np.split(ids, np.cumsum(arrays["sizes"][client])[:-1])
+        turns, noise, seed = (arrays[key][client].item() for key in ("turns", "noise", "seeds"))
+        shards.append(Shard(train, val, test, Change(turns, noise, seed), bool(arrays["held_out"][client])))
+    return shards
+
+
+def _files(name: Path) -> tuple[Path, Path]:
+    """Return a partition's two files; it may be named by either of them."""
+    stem = str(name.with_suffix("") if name.suffix in (".npz", ".json") else name)
+    return Path(f"{stem}.npz"), Path(f"{stem}.json")
+
+
+def _about(name: Path) -> dict[str, Any]:
+    path = _files(name)[1]
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+        texts = about["hash"], about["dataset"]["name"], about["dataset"]["fingerprint"]
+        if not all(isinstance(text, str) for text in texts) or not isinstance(about["dataset"]["samples"], int):
+            raise TypeError
+        if not isinstance(about["settings"], dict):
+            raise TypeError
+    except OSError as error:
+        raise FedobpError(
+            f"cannot read the partition {path} ({error.strerror or error}): make it with `fedobp partition --save NAME`"
+        ) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FedobpError(
+            f"{path} does not describe a partition: make it with `fedobp partition --save NAME`"
+        ) from error
+    assert isinstance(about, dict)
+    return about
+
+
+def _arrays(shards: Sequence[Shard]) -> dict[str, NDArray[Any]]:
+    values = {
+        "ids": np.concatenate([shard.samples for shard in shards]),
+        "sizes": [[len(shard.train), len(shard.val), len(shard.test)] for shard in shards],
+        "held_out": [shard.held_out for shard in shards],
+        "turns": [shard.change.turns for shard in shards],
+        "noise": [shard.change.noise for shard in shards],
+        "seeds": [shard.change.seed for shard in shards],
+    }
+    return {name: np.asarray(value).astype(_TYPES[name]) for name, value in values.items()}
+
+
+def _sound(arrays: Mapping[str, NDArray[Any]], samples: int) -> bool:
+    """Say whether arrays can be a partition: right types and lengths, no sample twice, none that is not there."""
+    if any(name not in arrays or arrays[name].dtype != kind for name, kind in _TYPES.items()):
+        return False
+    ids, sizes = arrays["ids"], arrays["sizes"]
+    if ids.ndim != 1 or sizes.ndim != 2 or sizes.shape[1] != 3 or any(sizes.min(axis=0, initial=0) < 0):
+        return False
+    lengths = {arrays[name].shape for name in ("held_out", "turns", "noise", "seeds")}
+    return (
+        lengths == {sizes.shape[:1]} != {(0,)}
+        and sizes.sum() == len(ids) == len(np.unique(ids))
+        and bool(((ids >= 0) & (ids < samples)).all())
+        and arrays["held_out"].tolist() == sorted(arrays["held_out"] > 0)
+    )
+
+
+def _digest(fingerprint: str, arrays: Mapping[str, NDArray[Any]]) -> str:
+    return _hash([fingerprint], [arrays[name] for name in _TYPES])
+
+
+def _fingerprint(dataset: Dataset) -> str:
+    """Return what tells datasets apart without reading their inputs: shape, classes, and every label in its place."""
+    return _hash([*dataset.x.shape, dataset.classes], [dataset.y.astype("<i8")])
+
+
+def _hash(words: Sequence[str | int], arrays: Sequence[NDArray[Any]]) -> str:
+    # The words say where each array ends, so no two contents give the same bytes.
+    told = hashlib.sha256(json.dumps([*words, [list(array.shape) for array in arrays]]).encode())
+    for array in arrays:
+        told.update(array.tobytes())
+    return told.hexdigest()

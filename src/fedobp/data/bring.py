@@ -1,0 +1,72 @@
+"""Bringing your own data in: from a file or a folder to the one npz that every dataset is."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from fedobp.data.datasets import Dataset, read_npz, store, vacant
+from fedobp.data.images import read_images
+from fedobp.data.tables import numbers_or_texts, read_csv, read_parquet, read_saved
+from fedobp.errors import FedobpError, unknown
+
+
+def bring(
+    name: str,
+    source: Path,
+    folder: Path,
+    *,
+    label: str | None = None,
+    client: str | None = None,
+    progress: Callable[[str, float], None] = lambda what, share: None,
+) -> Dataset:
+    """Read data from a file or folder, check it, and keep it in the data folder under a name.
+
+    The source is an npz, CSV or Parquet file, a folder of images by class, or a Hugging Face dataset that was saved to
+    disk. `label` and `client` name the columns (in an npz, the arrays) with a sample's label and its client; without
+    `client`, samples are nobody's. `progress` is told what is under way, and how much of it is done.
+    """
+    vacant(name, folder)
+    arrays = _read(name, source, label, client, progress)
+    progress("checking and writing", 1.0)
+    return store(name, arrays, folder)
+
+
+def _read(
+    name: str, source: Path, label: str | None, client: str | None, progress: Callable[[str, float], None]
+) -> dict[str, NDArray[Any]]:
+    if any((source / file).is_file() for file in ("state.json", "dataset_dict.json")):
+        return read_saved(name, source, label or "label", client, progress)
+    if source.is_dir():
+        if label or client:
+            raise FedobpError(
+                f"{source} is a folder of images, which has no columns: leave out --label (the folders' names are the "
+                "labels) and --client"
+            )
+        x, classes = read_images(source, progress)
+        return {"x": x, "y": numbers_or_texts(classes)}
+    kind = source.suffix.lower()
+    if kind not in (".npz", ".csv", ".parquet"):
+        raise FedobpError(
+            f"{source} cannot be imported: give a file that ends in .npz, .csv or .parquet, a folder of images by "
+            "class, or the folder of a Hugging Face dataset"
+        )
+    if kind == ".npz":
+        return _chosen(source, read_npz(source), label, client)
+    if not source.is_file():
+        raise FedobpError(f"there is no file {source}: give the path of the table to import")
+    read = read_csv if kind == ".csv" else read_parquet
+    return read(source, label or "label", client, progress)
+
+
+def _chosen(
+    source: Path, arrays: dict[str, NDArray[Any]], label: str | None, client: str | None
+) -> dict[str, NDArray[Any]]:
+    """Return an npz file's arrays with those that were named as `y` and `client`."""
+    for key, given in (("y", label), ("client", client)):
+        if given is not None:
+            if given not in arrays:
+                raise unknown(f"array in {source}", given, arrays)
+            arrays[key] = arrays[given]
+    return arrays

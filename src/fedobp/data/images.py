@@ -1,0 +1,74 @@
+"""Images of one size, from a folder for each class or from bytes."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedobp.errors import FedobpError
+
+
+class Images:
+    """As many images as were announced, in one array: all of one size, and all grey or all in colour."""
+
+    def __init__(self, count: int) -> None:
+        self.x: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._count, self._done, self._first = count, 0, ""
+
+    def add(self, where: str, file: Path | bytes) -> None:
+        """Read the next image; `where` names it in errors."""
+        found = _pixels(where, file)
+        if not self._done:
+            self.x, self._first = np.empty((self._count, *found.shape), np.uint8), where
+        if found.shape != self.x.shape[1:]:
+            raise FedobpError(
+                f"{where} is {_kind(found.shape)} and {self._first} is {_kind(self.x.shape[1:])}: images must have one "
+                "size, and be all grey or all in colour"
+            )
+        self.x[self._done] = found
+        self._done += 1
+
+
+def read_images(folder: Path, progress: Callable[[str, float], None]) -> tuple[NDArray[np.uint8], NDArray[np.str_]]:
+    """Return the images in a folder's folders, and for each the name of its folder: its class."""
+    classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not classes:
+        raise FedobpError(
+            f"{folder} holds no folders: put the images of each class into a folder with the class's name"
+        )
+    files: list[Path] = []
+    names: list[str] = []
+    for own in classes:
+        found = sorted(path for path in own.iterdir() if not path.name.startswith("."))
+        if not found:
+            raise FedobpError(f"{own} is empty: put the images of class '{own.name}' into it, or remove it")
+        if inner := next((path for path in found if path.is_dir()), None):
+            raise FedobpError(f"{inner} is a folder: the images of class '{own.name}' must lie in {own} itself")
+        files += found
+        names += [own.name] * len(found)
+    images = Images(len(files))
+    for at, file in enumerate(files):
+        progress(f"reading {len(files):,} images", at / len(files))
+        images.add(str(file), file)
+    return images.x, np.array(names)
+
+
+def _pixels(where: str, file: Path | bytes) -> NDArray[np.uint8]:
+    """Return an image as [height, width], or as [height, width, 3] if it is in colour; transparency is dropped."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(file if isinstance(file, Path) else io.BytesIO(file)) as image:
+            deep = image.mode.startswith(("I", "F"))
+            if not deep:
+                return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
+    except Exception as error:  # a damaged image can make Pillow raise nearly anything
+        reason = "no image that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
+        raise FedobpError(f"{where} cannot be read as an image ({reason}): repair it, or remove it") from error
+    raise FedobpError(f"{where} has more than 8 bits for a pixel: save it with 8, or import an npz with floats")
+
+
+def _kind(shape: tuple[int, ...]) -> str:
+    return f"{shape[1]} x {shape[0]} pixels, {'colour' if len(shape) == 3 else 'grey'}"

@@ -1,0 +1,276 @@
+"""Tables with a label column: CSV, Parquet, and Hugging Face datasets on disk.
+
+Every column but those of the label and the client is a feature, and must hold numbers. Where a column holds images, as
+in Hugging Face datasets, these are the inputs, and other columns are left out.
+"""
+
+import csv
+import io
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedobp.data.images import Images
+from fedobp.data.known import KNOWN
+from fedobp.errors import FedobpError, unknown
+
+_ROWS = 4096  # read together
+# Canonical whole numbers of 64 bits, also as pandas writes them where some are missing: 7 and 7.0, but not 007.
+_WHOLE = re.compile(r"-?(0|[1-9]\d{0,17})(\.0+)?")
+_NUMBERS = {str, float, int, bool, Decimal, type(None)}  # what a cell may be, unless NumPy has them as numbers
+
+Progress = Callable[[str, float], None]
+Chunk = Mapping[str, Sequence[Any] | NDArray[Any]]
+
+
+class _Columns:
+    """Which of a table's columns are what."""
+
+    def __init__(self, where: Path, names: Sequence[str], label: str, client: str | None) -> None:
+        self.where, self.label, self.client = where, label, client
+        if twice := [name for name, times in Counter(names).items() if times > 1]:
+            raise FedobpError(f"{where} has two columns called '{twice[0]}': rename one")
+        for flag, name in (("--label", label), ("--client", client)):
+            if name is not None and name not in names:
+                raise unknown(f"column for {flag} in {where}", name, names)
+        if label == client:
+            raise FedobpError(f"--label and --client are both '{label}': name two columns")
+        self.named = [label] if client is None else [label, client]
+        self.features = [name for name in names if name not in self.named]
+        if not self.features:
+            raise FedobpError(f"{where} has no columns besides {' and '.join(self.named)}: there are no inputs")
+
+    def gather(self, chunks: Iterable[Chunk], images: Images | None = None) -> dict[str, NDArray[Any]]:
+        """Return a dataset's arrays from its rows; with `images`, the one feature is a column of them."""
+        x: list[NDArray[np.float32]] = []
+        names: dict[str, list[Any]] = {name: [] for name in self.named}
+        for chunk in chunks:
+            row = len(names[self.label]) + 1
+            if images:
+                self._look(images, chunk[self.features[0]], row)
+            else:
+                x.append(np.stack([self._numbers(name, chunk[name], row) for name in self.features], axis=1))
+            for name, known in names.items():
+                known.extend(chunk[name])
+        if not names[self.label]:
+            raise FedobpError(f"{self.where} has no rows: there is nothing to import")
+        found = {"x": images.x if images else np.concatenate(x), "y": self._names("label", self.label, names)}
+        return found if self.client is None else {**found, "client": self._names("client", self.client, names)}
+
+    def _look(self, images: Images, cells: Sequence[Any] | NDArray[Any], row: int) -> None:
+        for at, cell in enumerate(cells, row):
+            where = f"the image in row {at} of {self.where}"
+            if cell is None or (cell["bytes"] is None and cell.get("path") is None):
+                raise FedobpError(f"{where} is missing: remove the row")
+            images.add(where, Path(cell["path"]) if cell["bytes"] is None else cell["bytes"])
+
+    def _numbers(self, name: str, cells: Sequence[Any] | NDArray[Any], row: int) -> NDArray[np.float32]:
+        """Return a feature's cells as float32, or say which of them is no number."""
+        try:
+            with np.errstate(over="ignore"):
+                found = np.asarray(_plain(cells), np.float32)
+        except (ValueError, TypeError):
+            at, cell = next((at, cell) for at, cell in enumerate(cells, row) if not _is_number(cell))
+            shown = "nothing" if cell == "" else f"{str(cell)[:40]!r}"
+            raise FedobpError(
+                f"{self.where} has {shown} in row {at} of column '{name}', which is no number: turn the column into "
+                "numbers, or remove it"
+            ) from None
+        if not np.isfinite(found).all():
+            at = row + int(np.argmin(np.isfinite(found)))
+            raise FedobpError(
+                f"{self.where} has a missing, NaN or infinite value in row {at} of column '{name}': fill it in, or "
+                "remove the row"
+            )
+        return found
+
+    def _names(self, what: str, column: str, cells: Mapping[str, list[Any]]) -> NDArray[Any]:
+        """Return labels or clients: integers where all of them are whole numbers, else texts."""
+        texts = np.array(["" if cell is None else str(cell).strip() for cell in cells[column]])
+        found, first = np.unique(texts, return_index=True)
+        occurring: list[str] = found.tolist()
+        for text, at in zip(occurring, first.tolist(), strict=True):
+            if text.lower() in ("", "nan"):
+                raise FedobpError(
+                    f"{self.where} has no {what} in row {at + 1} of column '{column}': fill it in, or remove the row"
+                )
+        if what == "label" and all(map(_is_number, occurring)):
+            fractions = [text for text in occurring if not float(text).is_integer()]
+            if fractions:
+                raise FedobpError(
+                    f"{self.where} has numbers with fractions in the label column '{column}', such as {fractions[0]}: "
+                    "labels must be whole numbers or names of classes"
+                )
+        return numbers_or_texts(texts)
+
+
+def numbers_or_texts(names: NDArray[Any]) -> NDArray[Any]:
+    """Return names as integers where all of them are whole numbers, which are then in the order of numbers."""
+    found, at = np.unique(names, return_inverse=True)
+    if not all(_WHOLE.fullmatch(text) for text in found.tolist()):
+        return names
+    return np.array([int(text.partition(".")[0]) for text in found.tolist()])[at]
+
+
+def _plain(cells: Sequence[Any] | NDArray[Any]) -> Sequence[Any] | NDArray[Any]:
+    """Return a feature's cells, or raise ValueError for those that NumPy would take for numbers, and people would not.
+
+    These are dates, and texts with an underscore, which Python skips in numbers: 1_2 is a name, not 12.
+    """
+    if isinstance(cells, np.ndarray) and cells.dtype.kind in "biuf":
+        return cells
+    if not set(map(type, cells)) <= _NUMBERS or "_" in "".join(map(str, cells)):
+        raise ValueError
+    return cells
+
+
+def _is_number(cell: Any) -> bool:
+    """Say whether a single cell is a number; a missing one is not a wrong one."""
+    if cell is None:
+        return True
+    try:
+        float(cell)
+    except (ValueError, TypeError):
+        return False
+    return type(cell) in _NUMBERS and "_" not in str(cell)
+
+
+def read_csv(path: Path, label: str, client: str | None, progress: Progress) -> dict[str, NDArray[Any]]:
+    """Read a CSV file: UTF-8, separated by commas, the columns' names in the first line."""
+    try:
+        with path.open("rb") as raw:
+            rows = csv.reader(io.TextIOWrapper(raw, encoding="utf-8-sig", newline=""), strict=True)
+            names = [name.strip() for name in next(rows, [])]
+            if "" in names:
+                raise FedobpError(
+                    f"{path} has no name for column {names.index('') + 1}: name it, or remove it (pandas leaves its "
+                    "index out with to_csv(index=False))"
+                )
+            if len(names) == 1 and re.search(r"[;\t|]", names[0]):
+                raise FedobpError(f"{path} separates its columns with something else: separate them with commas")
+            size = path.stat().st_size
+            chunks = _csv_chunks(path, names, rows, lambda: progress(f"reading {path.name}", raw.tell() / size))
+            return _Columns(path, names, label, client).gather(chunks)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise FedobpError(f"{path} cannot be read as a CSV file ({error}): save it anew, in UTF-8") from error
+
+
+def _csv_chunks(
+    path: Path, names: Sequence[str], rows: Iterator[list[str]], tick: Callable[[], None]
+) -> Iterator[Chunk]:
+    filled, done = (row for row in rows if row), 0
+    while some := list(islice(filled, _ROWS)):
+        for at, row in enumerate(some, done + 1):
+            if len(row) != len(names):
+                raise FedobpError(
+                    f"{path} has {len(row)} cells in row {at} and {len(names)} columns: put texts with commas into "
+                    "quotes, and fill in what is missing"
+                )
+        yield dict(zip(names, zip(*some, strict=True), strict=True))
+        done += len(some)
+        tick()
+
+
+def read_parquet(path: Path, label: str, client: str | None, progress: Progress) -> dict[str, NDArray[Any]]:
+    """Read a Parquet file."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise FedobpError("Parquet needs pyarrow: pip install 'fedobp[tables]'") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            tables = (pyarrow.Table.from_batches([batch]) for batch in file.iter_batches(_ROWS))
+            rows = file.metadata.num_rows
+            return _read_arrow(path, file.schema_arrow, rows, tables, label, client, progress)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise FedobpError(f"{path} cannot be read as a Parquet file ({_first_line(error)}): save it anew") from error
+
+
+def read_saved(name: str, path: Path, label: str, client: str | None, progress: Progress) -> dict[str, NDArray[Any]]:
+    """Read a Hugging Face dataset that `save_to_disk` wrote; of several splits, the one called train comes first."""
+    try:
+        import datasets
+        import pyarrow
+    except ImportError as error:
+        raise FedobpError("a Hugging Face dataset needs its library: pip install 'fedobp[hf]'") from error
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except Exception as error:  # damaged JSON and Arrow files make it raise nearly anything
+        raise _unreadable(path, error) from error
+    splits = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"": loaded}
+    ordered = sorted(splits, key=lambda split: split != "train")
+    first = splits[ordered[0]]
+    for split in ordered:
+        if splits[split].features != first.features:
+            raise FedobpError(f"{path} has other columns in '{split}' than in '{ordered[0]}': import one of them alone")
+    tables = (table for split in ordered for table in splits[split].with_format("arrow").iter(_ROWS))
+    # A known dataset's labels are its numbers; any other's are called as the dataset calls them.
+    classes = getattr(first.features.get(label), "names", None) if name not in KNOWN else None
+    rows = sum(map(len, splits.values()))
+    try:
+        found = _read_arrow(path, first.features.arrow_schema, rows, tables, label, client, progress, classes)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise _unreadable(path, error) from error
+    return found if "train" not in splits else {**found, "n_train": np.array(len(splits["train"]))}
+
+
+def _read_arrow(
+    path: Path,
+    schema: Any,
+    rows: int,
+    tables: Iterable[Any],
+    label: str,
+    client: str | None,
+    progress: Progress,
+    classes: Sequence[str] | None = None,
+) -> dict[str, NDArray[Any]]:
+    """Read Arrow tables; `classes` are the names of labels that are stored as numbers, of which -1 is none."""
+    from pyarrow import types
+
+    # pandas writes its index as a column of this name: it is no feature.
+    names = [name for name in schema.names if not re.fullmatch(r"__index_level_\d+__", name)]
+    pictures = [name for name in names if _holds_images(schema.field(name).type)]
+    if len(pictures) > 1:
+        raise FedobpError(f"{path} has images in {' and '.join(pictures)}: remove all but one of these columns")
+    columns = _Columns(path, names, label, client)
+    columns.features = pictures or columns.features
+    for name in {*columns.named, *columns.features}.difference(pictures):
+        if types.is_nested(schema.field(name).type):
+            raise FedobpError(f"{path} has lists in column '{name}': give each number a column, or import an npz")
+
+    def chunks() -> Iterator[Chunk]:
+        done = 0
+        for table in tables:
+            chunk: dict[str, Any] = {name: table.column(name).to_pylist() for name in [*columns.named, *pictures]}
+            if not pictures:
+                chunk |= {name: table.column(name).to_numpy() for name in columns.features}
+            if classes:
+                chunk[label] = [None if at in (None, -1) else classes[at] for at in chunk[label]]
+            yield chunk
+            done += len(table)
+            progress(f"reading {path.name}", done / rows)
+
+    return columns.gather(chunks(), Images(rows) if pictures else None)
+
+
+def _holds_images(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_struct(kind)) and kind.get_field_index("bytes") >= 0
+
+
+def _unreadable(path: Path, error: Exception) -> FedobpError:
+    reason = _first_line(error)
+    return FedobpError(f"{path} cannot be read as a Hugging Face dataset ({reason}): save it anew with save_to_disk")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

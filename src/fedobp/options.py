@@ -1,0 +1,61 @@
+"""Options of methods and partitions: fields of a frozen dataclass, each with its meaning, range and choices."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, ClassVar, Self
+
+from fedobp.errors import FedobpError, unknown
+
+Option = float | int | str
+
+
+def option(
+    default: Any, doc: str, *, choices: Sequence[str] = (), low: float | None = None, high: float | None = None
+) -> Any:
+    """Declare an option: its default, what it does and where the default comes from, and its range."""
+    return field(default=default, metadata={"doc": doc, "choices": tuple(choices), "low": low, "high": high})
+
+
+@dataclass(frozen=True)
+class Options:
+    """Base of what has a name and options."""
+
+    kind: ClassVar[str]  # what it is: a method, a partition
+    name: ClassVar[str]
+
+    @classmethod
+    def options(cls) -> list[Field[Any]]:
+        """Return the declared options."""
+        return list(fields(cls))
+
+    @classmethod
+    def configure(cls, given: Mapping[str, Option]) -> Self:
+        """Return it with the given options, each checked against its field's type, range and choices."""
+        known = {f.name: f for f in cls.options()}
+        for name in given:
+            if name not in known:
+                if not known:
+                    raise FedobpError(f"{cls.kind} '{cls.name}' has no options, so '{name}' cannot be set")
+                raise unknown(f"option of {cls.name}", name, known)
+        return cls(**{name: _checked(cls.name, known[name], value) for name, value in given.items()})
+
+
+def _checked(owner: str, spec: Field[Any], value: Option) -> Option:
+    """Return an option's value in its field's type, or say what it should be."""
+    where, meta, kind = f"option '{spec.name}' of {owner}", spec.metadata, int if spec.type is int else float
+    if meta["choices"]:
+        if value not in meta["choices"]:
+            raise unknown(f"value of {where}", str(value), meta["choices"])
+        return value
+    try:
+        number = kind(value)
+        if isinstance(value, bool) or number != float(value):
+            raise ValueError
+    except (ValueError, TypeError, OverflowError):
+        noun = "whole number" if kind is int else "number"
+        raise FedobpError(f"{where} must be a {noun}, not '{value}'") from None
+    low, high = meta["low"], meta["high"]
+    if (low is not None and number < low) or (high is not None and number > high):
+        span = f"between {low} and {high}" if high is not None else f"at least {low}"
+        raise FedobpError(f"{where} must be {span}, not {value}")
+    return number

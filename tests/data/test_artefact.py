@@ -1,0 +1,224 @@
+"""Partitions as files: they come back as they were, and only for the dataset that they are of."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from fedobp.data import Dataset, digest, load_partition, partition, partition_settings, save_partition
+from fedobp.data.kinds import Change
+from fedobp.data.partition import Shard
+from fedobp.errors import FedobpError
+
+Y = np.arange(60) % 3
+SETTINGS = {"clients": 4, "alpha": 0.5, "holdout_clients": 1}
+
+
+def dataset(y=Y, shape=(4, 4), name="mine"):
+    return Dataset(name, np.zeros((len(y), *shape), np.uint8), np.asarray(y), (0, 1, 2), 0)
+
+
+@pytest.fixture
+def shards():
+    options = {"change": "noise", "noise": 0.3}
+    return partition(Y, 4, kind="feature", options=options, val_ratio=0.2, holdout=1, seed=3)
+
+
+@pytest.fixture
+def saved(tmp_path, shards):
+    save_partition(tmp_path / "four", dataset(), shards, SETTINGS)
+    return tmp_path / "four"
+
+
+def changed_json(path, **changes):
+    file = path.with_suffix(".json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_a_partition_comes_back_as_it_was(saved, shards):
+    for found, shard in zip(load_partition(saved, dataset()), shards, strict=True):
+        for part in ("train", "val", "test"):
+            np.testing.assert_array_equal(getattr(found, part), getattr(shard, part))
+        assert (found.change, found.held_out) == (shard.change, shard.held_out)
+    assert partition_settings(saved) == SETTINGS
+
+
+def test_two_files_are_written_and_the_json_says_what_they_are(saved, shards):
+    assert sorted(path.name for path in saved.parent.iterdir()) == ["four.json", "four.npz"]
+    about = json.loads(saved.with_suffix(".json").read_text())
+    assert about["hash"] == digest(dataset(), shards)
+    assert (about["dataset"]["name"], about["dataset"]["samples"]) == ("mine", 60)
+    assert about["settings"] == SETTINGS
+
+
+@pytest.mark.parametrize("suffix", ["", ".npz", ".json"])
+def test_a_partition_is_named_by_either_of_its_files_or_by_neither(saved, suffix):
+    assert len(load_partition(saved.with_name(f"four{suffix}"), dataset())) == 4
+
+
+def test_a_name_with_a_dot_is_no_suffix(tmp_path, shards):
+    save_partition(tmp_path / "dir0.5", dataset(), shards, SETTINGS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dir0.5.json", "dir0.5.npz"]
+    assert len(load_partition(tmp_path / "dir0.5", dataset())) == 4
+
+
+def test_equal_partitions_are_equal_files(saved, tmp_path, shards):
+    save_partition(tmp_path / "again", dataset(), shards, SETTINGS)
+    for suffix in (".npz", ".json"):
+        assert saved.with_suffix(suffix).read_bytes() == (tmp_path / f"again{suffix}").read_bytes()
+
+
+def test_the_hash_is_that_of_labels_and_content_by_hand():
+    shard = Shard(np.array([2, 0]), np.array([], dtype=np.int64), np.array([1]))
+    mine = Dataset("mine", np.zeros((3, 5), np.float32), np.array([0, 1, 1]), ("a", "b"), 0)
+
+    def whole(*numbers):
+        return b"".join(number.to_bytes(8, "little") for number in numbers)
+
+    labels = hashlib.sha256(b"[3, 5, 2, [[3]]]" + whole(0, 1, 1)).hexdigest()
+    shapes = b"[[3], [1, 3], [1], [1], [1], [1]]]"
+    content = whole(2, 0, 1) + whole(2, 0, 1) + whole(0) + whole(0) + whole(0) + whole(0)
+    assert digest(mine, [shard]) == hashlib.sha256(b'["' + labels.encode() + b'", ' + shapes + content).hexdigest()
+
+
+def test_the_hash_sees_everything(shards):
+    one, two, three = (np.array([n]) for n in (1, 2, 3))
+    first = [Shard(one, two, three)]
+    others = [
+        [Shard(two, one, three)],
+        [Shard(one, np.array([], dtype=np.int64), np.array([2, 3]))],
+        [Shard(one, two, three, Change(turns=1))],
+        [Shard(one, two, three, Change(noise=0.1))],
+        [Shard(one, two, three, Change(seed=1))],
+        [Shard(one, two, three, held_out=True)],
+        [Shard(one, two, three), Shard(*[np.array([], dtype=np.int64)] * 3)],
+    ]
+    found = {digest(dataset(), other) for other in [first, *others]}
+    found |= {digest(dataset(Y[::-1]), first), digest(dataset(shape=(4, 5)), first)}
+    assert len(found) == len(others) + 3
+    assert digest(dataset(name="yours"), first) == digest(dataset(), first)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("other", [dataset(Y[::-1]), dataset(Y[:59]), dataset(shape=(4, 5))], ids=["y", "n", "shape"])
+def test_a_partition_of_another_dataset_is_refused(saved, other):
+    sentence = (
+        r"four.npz is a partition of 'mine' \(60 samples\), and 'mine' \(\d\d samples\) has other labels or shapes"
+    )
+    with pytest.raises(FedobpError, match=sentence):
+        load_partition(saved, other)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".json"])
+def test_nothing_is_overwritten(tmp_path, shards, suffix):
+    (tmp_path / f"four{suffix}").write_text("precious")
+    with pytest.raises(FedobpError, match=rf"four\{suffix} exists already: save the partition under another name"):
+        save_partition(tmp_path / "four", dataset(), shards, SETTINGS)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_what_cannot_be_written_is_said(tmp_path, shards):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FedobpError, match=r"cannot write .*file"):
+        save_partition(tmp_path / "file" / "four", dataset(), shards, SETTINGS)
+
+
+def test_a_partition_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(FedobpError, match=r"cannot read the partition .*none.json .* `fedobp partition --save NAME`"):
+        partition_settings(tmp_path / "none")
+
+
+def test_arrays_that_are_not_there_are_missed(saved):
+    saved.with_suffix(".npz").unlink()
+    with pytest.raises(FedobpError, match=r"there is no .*four.npz beside its json file"):
+        load_partition(saved, dataset())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "3",
+        "{}",
+        '{"hash": 3}',
+        '{"hash": "a", "dataset": {"name": 1}}',
+        pytest.param("[" * 100_000, id="deep"),
+        "\x00",
+    ],
+)
+def test_json_of_something_else_is_refused(saved, text):
+    saved.with_suffix(".json").write_text(text)
+    with pytest.raises(FedobpError, match=r"four.json does not describe a partition: make it with"):
+        load_partition(saved, dataset())
+
+
+def test_settings_that_are_no_table_are_refused(saved):
+    changed_json(saved, settings=[1])
+    with pytest.raises(FedobpError, match="does not describe a partition"):
+        partition_settings(saved)
+
+
+@pytest.mark.parametrize("settings", [{}, {**SETTINGS, "clients": 5}, {**SETTINGS, "holdout_clients": 0}])
+def test_settings_that_do_not_fit_the_arrays_are_refused(saved, settings):
+    changed_json(saved, settings=settings)
+    with pytest.raises(FedobpError, match="does not have the content that its json file names"):
+        load_partition(saved, dataset())
+
+
+def test_another_hash_is_refused(saved):
+    changed_json(saved, hash="0" * 64)
+    with pytest.raises(
+        FedobpError, match="does not have the content that its json file names: save the partition anew"
+    ):
+        load_partition(saved, dataset())
+
+
+ARRAYS = {"sizes": np.array([[2, 0, 1]]), "held_out": [0], "turns": [0], "noise": [0.0], "seeds": [0]}
+UNSOUND = {
+    "a sample twice": {"ids": np.array([1, 1, 2])},
+    "a sample that is not there": {"ids": np.array([1, 2, 60])},
+    "a negative sample": {"ids": np.array([1, 2, -1])},
+    "sizes that do not add up": {"ids": np.array([1, 2])},
+    "negative sizes": {"ids": np.array([1, 2, 3]), "sizes": np.array([[4, -2, 1]])},
+    "sizes of two parts": {"ids": np.array([1, 2, 3]), "sizes": np.array([[2, 1]])},
+    "nobody": {"ids": np.array([], dtype=np.int64), "sizes": np.zeros((0, 3), dtype=np.int64)},
+    "somebody held out who is not last": {
+        "ids": np.array([1, 2, 3]),
+        "sizes": np.array([[1, 0, 0], [1, 0, 1]]),
+        **{name: np.array([1, 0]) for name in ("held_out", "turns", "seeds")},
+        "noise": np.zeros(2),
+    },
+    "another type": {"ids": np.array([1.0, 2.0, 3.0])},
+    "a record too few": {"ids": np.array([1, 2, 3]), "turns": np.array([], dtype=np.int64)},
+}
+
+
+@pytest.mark.parametrize("arrays", UNSOUND.values(), ids=UNSOUND)
+def test_arrays_that_are_no_partition_are_refused_whatever_their_hash(saved, arrays, monkeypatch):
+    np.savez(saved.with_suffix(".npz"), **{**ARRAYS, **arrays})
+    about = json.loads(saved.with_suffix(".json").read_text())
+    sizes, held_out = {**ARRAYS, **arrays}["sizes"], {**ARRAYS, **arrays}["held_out"]
+    changed_json(saved, settings={"clients": len(sizes), "holdout_clients": int(np.sum(held_out))})
+    monkeypatch.setattr("fedobp.data.artefact._digest", lambda *_: about["hash"])
+    with pytest.raises(FedobpError, match="does not have the content"):
+        load_partition(saved, dataset())
+
+
+def test_sound_arrays_with_the_right_hash_are_taken(saved, monkeypatch):
+    np.savez(saved.with_suffix(".npz"), ids=np.array([1, 2, 3]), **ARRAYS)
+    about = json.loads(saved.with_suffix(".json").read_text())
+    changed_json(saved, settings={"clients": 1, "holdout_clients": 0})
+    monkeypatch.setattr("fedobp.data.artefact._digest", lambda *_: about["hash"])
+    [shard] = load_partition(saved, dataset())
+    assert (shard.train.tolist(), shard.test.tolist()) == ([1, 2], [3])
+
+
+def test_a_damaged_file_is_refused(saved):
+    content = saved.with_suffix(".npz").read_bytes()
+    saved.with_suffix(".npz").write_bytes(content[: len(content) // 2])
+    with pytest.raises(FedobpError, match="cannot be read as an npz file"):
+        load_partition(saved, dataset())

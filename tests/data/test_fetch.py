@@ -1,0 +1,482 @@
+"""Fetching: files of the official formats from a local server, with everything that goes wrong on the way."""
+
+import hashlib
+import io
+import logging
+import sys
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pooch
+import pytest
+from official_files import official
+
+from fedobp.data import KNOWN, fetch, load
+from fedobp.data.sources import SOURCES
+from fedobp.errors import FedobpError
+
+NAMES = [name for name in KNOWN if name != "digits"]
+CONTENT = official("organamnist").files["organamnist.npz"]
+
+
+class Server:
+    """A web server that answers as it is told, request by request, and honestly when it has no orders."""
+
+    def __init__(self):
+        self.files, self.orders, self.asked = {}, [], []
+        self.over = threading.Event()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                asked = self.headers.get("Range")
+                outer.asked.append((self.path, asked))
+                answer = outer.orders.pop(0) if outer.orders else honest
+                answer(self, outer, outer.files.get(self.path), int(asked[6:-1]) if asked else 0)
+
+            def log_message(self, *_):
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    def close(self):
+        self.over.set()
+        self._http.shutdown()
+        self._thread.join()
+        self._http.server_close()
+
+
+def answer(handler, status, body=b"", length=None, **headers):
+    handler.send_response(status)
+    if length is not False:
+        handler.send_header("Content-Length", str(len(body) if length is None else length))
+    for name, value in headers.items():
+        handler.send_header(name.replace("_", "-"), value)
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+def honest(handler, server, content, start):
+    if content is None:
+        answer(handler, 404)
+    elif start >= len(content):
+        answer(handler, 416)
+    elif start:
+        answer(handler, 206, content[start:], Content_Range=f"bytes {start}-{len(content) - 1}/{len(content)}")
+    else:
+        answer(handler, 200, content)
+
+
+def cut(count):
+    """Send so many bytes of what is asked for, and hang up."""
+
+    def order(handler, server, content, start):
+        rest = content[start:]
+        headers = {"Content_Range": f"bytes {start}-{len(content) - 1}/{len(content)}"} if start else {}
+        answer(handler, 206 if start else 200, rest[:count], length=len(rest), **headers)
+
+    return order
+
+
+def stall(count):
+    """Send so many bytes of what is asked for, and then nothing for as long as the test lasts."""
+
+    def order(handler, server, content, start):
+        cut(count)(handler, server, content, start)
+        handler.wfile.flush()
+        server.over.wait(20)
+
+    return order
+
+
+def deaf(handler, server, content, start):
+    """Ignore that only a part was asked for."""
+    answer(handler, 200, content)
+
+
+def refusing(handler, server, content, start):
+    answer(handler, 416)
+
+
+def elsewhere(handler, server, content, start):
+    """Send another part than was asked for."""
+    answer(handler, 206, content[start - 5 :], Content_Range=f"bytes {start - 5}-{len(content) - 1}/{len(content)}")
+
+
+def status(code):
+    return lambda handler, server, content, start: answer(handler, code, b"<html>no</html>")
+
+
+def sent_on(handler, server, content, start):
+    server.files["/moved"] = content
+    answer(handler, 302, Location=f"{server.url}/moved")
+
+
+def labelled(handler, server, content, start):
+    """Call a gzipped file a packed transfer, as some servers do."""
+    answer(handler, 200, content, Content_Encoding="x-gzip")
+
+
+def endless(handler, server, content, start):
+    """Do not say how long the file is."""
+    answer(handler, 200, content, length=False)
+
+
+def body(content):
+    return lambda handler, server, _, start: answer(handler, 200, content)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """The server, with all named datasets on it in small, and no time to lose."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    module = sys.modules[fetch.__module__]
+    monkeypatch.setattr(module, "STALLED", 1.0)
+    monkeypatch.setattr(module, "PAUSE", 0.0)
+    monkeypatch.setattr(module, "CHUNK", 50)
+    server = Server()
+    for name in NAMES:
+        contents = official(name).files
+        files = []
+        for file in SOURCES[name].files:
+            content = contents[file.name]
+            server.files[f"/{name}/{file.name}"] = content
+            algorithm = file.checksum.split(":")[0]
+            checksum = f"{algorithm}:{hashlib.new(algorithm, content).hexdigest()}"
+            size = None if file.size is None else len(content)
+            files.append(replace(file, url=f"{server.url}/{name}/{file.name}", checksum=checksum, size=size))
+        monkeypatch.setitem(SOURCES, name, replace(SOURCES[name], files=tuple(files), installed=None))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "data"
+
+
+def tree(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def part(folder, content, name="organamnist"):
+    """Leave behind what a download that broke off leaves behind."""
+    path = folder / "downloads" / name / f"{name}.npz.part"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+
+
+def organs(server, folder, *orders):
+    """Fetch OrganAMNIST under orders to the server; return which ranges were asked for."""
+    server.orders = list(orders)
+    fetch(["organamnist"], folder)
+    np.testing.assert_array_equal(load("organamnist", folder).x, official("organamnist").x)
+    assert tree(folder) == ["organamnist.npz"]
+    return [asked for _, asked in server.asked]
+
+
+# What comes out.
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_named_dataset_is_fetched(server, folder, name):
+    told = []
+    (info,) = fetch([name], folder, lambda what, share: told.append((what, share)))
+    _, x, y, n_train = official(name)
+    dataset = load(name, folder)
+    np.testing.assert_array_equal(dataset.x, x)
+    np.testing.assert_array_equal(dataset.y, y)
+    assert dataset.n_train == n_train
+    assert dataset.info == info
+    assert (info.samples, info.shape, info.classes) == (len(y), KNOWN[name].shape, KNOWN[name].classes)
+    assert tree(folder) == [f"{name}.npz"]  # what was downloaded is no longer needed
+    assert all(0 <= share <= 1 and what.startswith(f"{name}: ") for what, share in told)
+    assert told[-1] == (f"{name}: unpacking", 1.0)
+    assert {what.split(",")[0] for what, _ in told[:-1]} >= {f"{name}: {file.name}" for file in SOURCES[name].files}
+
+
+def test_nothing_is_logged_beside_the_progress(server, folder, monkeypatch):
+    logged = io.StringIO()
+    monkeypatch.setattr(pooch.get_logger(), "handlers", [logging.StreamHandler(logged)])
+    fetch(["mnist"], folder)
+    assert logged.getvalue() == ""
+
+
+def test_what_is_there_is_left_alone(server, folder):
+    folder.mkdir()
+    np.savez(folder / "mnist.npz", x=np.zeros((3, 28, 28), np.uint8), y=[0, 1, 2])
+    before = (folder / "mnist.npz").read_bytes()
+    (info,) = fetch(["mnist"], folder)
+    assert info.samples == 3
+    assert (folder / "mnist.npz").read_bytes() == before
+    assert server.asked == []
+
+
+def test_the_embedded_digits_need_no_fetching(folder):
+    (info,) = fetch(["digits"], folder)
+    assert info.samples == 1797
+    assert not folder.exists()
+
+
+def test_an_unknown_name_is_refused_before_anything_is_downloaded(server, folder):
+    with pytest.raises(FedobpError, match=r"unknown dataset to fetch 'cifar11': did you mean 'cifar10'\?"):
+        fetch(["mnist", "cifar11"], folder)
+    assert server.asked == []
+
+
+# Downloads that break off.
+
+
+def test_a_broken_download_goes_on_where_it_stopped(server, folder):
+    assert organs(server, folder, cut(100), cut(50)) == [None, "bytes=100-", "bytes=150-"]
+
+
+def test_a_file_that_ends_early_without_a_word_is_taken_up_again_where_its_size_is_known(server, folder):
+    def short(handler, server, content, start):
+        answer(handler, 200, content[:100], length=False)
+
+    assert organs(server, folder, short) == [None, "bytes=100-"]
+
+
+def test_a_stalled_connection_is_given_up_and_taken_up_again(server, folder):
+    assert organs(server, folder, stall(120)) == [None, "bytes=100-"]
+
+
+def test_a_broken_download_goes_on_at_the_next_call(server, folder):
+    server.orders = [cut(100), status(503)]
+    with pytest.raises(
+        FedobpError, match=r"\(status 503, Service Unavailable\): run .* again to go on where it stopped"
+    ):
+        fetch(["organamnist"], folder)
+    assert tree(folder) == ["downloads/organamnist/organamnist.npz.part"]
+    assert organs(server, folder)[2:] == ["bytes=100-"]
+
+
+@pytest.mark.parametrize("answer", [deaf, refusing, elsewhere])
+def test_where_a_server_cannot_go_on_the_download_starts_over(server, folder, answer):
+    part(folder, CONTENT[:100])
+    asked = organs(server, folder, answer)
+    assert asked == ["bytes=100-"] if answer is deaf else ["bytes=100-", None]
+
+
+def test_a_part_that_is_too_long_is_dropped(server, folder):
+    part(folder, CONTENT + b"more")
+    assert organs(server, folder) == [f"bytes={len(CONTENT) + 4}-", None]
+
+
+def test_a_part_that_is_complete_is_not_asked_for_again(server, folder):
+    part(folder, CONTENT)
+    assert organs(server, folder) == []
+
+
+def test_a_part_of_another_file_is_found_out_and_the_next_call_starts_over(server, folder):
+    part(folder, b"x" * 100)
+    with pytest.raises(FedobpError, match="what came is not the official file"):
+        fetch(["organamnist"], folder)
+    assert tree(folder) == []
+    assert organs(server, folder)[1:] == [None]
+
+
+def test_a_server_that_always_breaks_off_is_given_up(server, folder):
+    def short(handler, server, content, start):
+        answer(handler, 200, content[:100], length=len(content))
+
+    server.orders = [short] * 99
+    with pytest.raises(
+        FedobpError, match=r"\(the connection broke.*\): run `fedobp data fetch organamnist` again to go on"
+    ):
+        fetch(["organamnist"], folder)
+    assert len(server.asked) == 5
+
+
+def test_a_connection_on_which_nothing_ever_comes_is_given_up_at_once(server, folder):
+    server.orders = [stall(0)] * 99
+    with pytest.raises(FedobpError, match=r"\(nothing came for 1 s\): run `fedobp data fetch organamnist` again, or"):
+        fetch(["organamnist"], folder)
+    assert len(server.asked) == 1
+
+
+# Other answers.
+
+
+@pytest.mark.parametrize("answer", [sent_on, labelled, endless])
+def test_other_good_answers(server, folder, answer):
+    organs(server, folder, answer)
+
+
+def test_a_redirected_download_goes_on_too(server, folder):
+    assert organs(server, folder, cut(100), sent_on) == [None, "bytes=100-", "bytes=100-"]
+
+
+def test_a_gzipped_file_stays_gzipped_whatever_the_server_calls_it(server, folder):
+    server.orders = [labelled] * 4
+    fetch(["mnist"], folder)
+    np.testing.assert_array_equal(load("mnist", folder).x, official("mnist").x)
+
+
+@pytest.mark.parametrize("code", [404, 403, 500])
+def test_a_refusal_is_said_with_its_number_and_what_to_put_where(server, folder, code):
+    server.orders = [honest, status(code)]
+    with pytest.raises(FedobpError) as caught:
+        fetch(["svhn"], folder)
+    place, url = folder / "downloads" / "svhn", f"{server.url}/svhn/test_32x32.mat"
+    sentence = str(caught.value)
+    assert f"'svhn' cannot be downloaded from {url} (status {code}, " in sentence
+    assert sentence.endswith(
+        f"run `fedobp data fetch svhn` again, or first put into {place} by hand: test_32x32.mat ({url})"
+    )
+    assert "\n" not in sentence
+    assert tree(folder) == ["downloads/svhn/train_32x32.mat"]  # not to be downloaded again
+    assert len(server.asked) == 2
+
+
+def test_without_network_all_missing_files_are_named(server, folder):
+    server.close()
+    with pytest.raises(FedobpError, match=r"\(no connection\)") as caught:
+        fetch(["mnist"], folder)
+    for file in SOURCES["mnist"].files:
+        assert f"{file.name} ({file.url})" in str(caught.value)
+    assert tree(folder) == []
+
+
+@pytest.mark.parametrize("name", ["organamnist", "organcmnist"])
+def test_another_file_of_the_same_size_is_found_out(server, folder, name):
+    content = server.files[f"/{name}/{name}.npz"]
+    server.orders = [body(content[:-1] + bytes([content[-1] ^ 1]))]
+    digest = hashlib.md5(content).hexdigest()
+    with pytest.raises(
+        FedobpError, match=rf"what came is not the official file, which has .*MD5 {digest}\): run .*again, or"
+    ):
+        fetch([name], folder)
+    assert tree(folder) == []
+
+
+def test_a_file_of_another_size_is_not_even_downloaded(server, folder):
+    server.orders = [body(b"Please log in to this network.")]
+    with pytest.raises(FedobpError, match=rf"\(the file there has 30 bytes, and the official one {len(CONTENT):,}\)"):
+        fetch(["organamnist"], folder)
+    assert tree(folder) == []
+
+
+def test_where_the_size_is_not_published_the_checksum_decides(server, folder):
+    assert SOURCES["organcmnist"].files[0].size is None
+    server.orders = [body(b"Please log in to this network.")]
+    with pytest.raises(FedobpError, match=r"what came is not the official file, which has MD5 [0-9a-f]{32}"):
+        fetch(["organcmnist"], folder)
+    assert tree(folder) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(server, tmp_path):
+    (tmp_path / "data").write_text("a file, not a folder")
+    with pytest.raises(FedobpError, match=r"cannot write .*data/downloads/mnist .*: choose another place"):
+        fetch(["mnist"], tmp_path / "data")
+
+
+# Files put there by hand.
+
+
+def by_hand(folder, name, **changed):
+    place = folder / "downloads" / name
+    place.mkdir(parents=True)
+    for file, content in (official(name).files | changed).items():
+        (place / file).write_bytes(content)
+
+
+def test_files_put_there_by_hand_are_used_and_stay(server, folder):
+    by_hand(folder, "mnist")
+    fetch(["mnist"], folder)
+    np.testing.assert_array_equal(load("mnist", folder).x, official("mnist").x)
+    assert server.asked == []
+    assert len(tree(folder / "downloads")) == 4
+
+
+def test_only_what_is_missing_is_downloaded(server, folder):
+    by_hand(folder, "mnist")
+    missing = "t10k-labels-idx1-ubyte.gz"
+    (folder / "downloads" / "mnist" / missing).unlink()
+    fetch(["mnist"], folder)
+    assert server.asked == [(f"/mnist/{missing}", None)]
+    assert len(tree(folder / "downloads")) == 3
+
+
+@pytest.mark.parametrize(
+    "content", [CONTENT[:-1], CONTENT[:-1] + bytes([CONTENT[-1] ^ 1])], ids=["a byte short", "a bit changed"]
+)
+def test_a_wrong_file_put_there_by_hand_is_refused_and_stays(server, folder, content):
+    by_hand(folder, "organamnist", **{"organamnist.npz": content})
+    path = folder / "downloads" / "organamnist" / "organamnist.npz"
+    digest = hashlib.md5(CONTENT).hexdigest()
+    sentence = (
+        f"{path} is not the official file, which has {len(CONTENT):,} bytes and MD5 {digest}: remove it to have it "
+        f"downloaded, or replace it by {server.url}/organamnist/organamnist.npz"
+    )
+    with pytest.raises(FedobpError) as caught:
+        fetch(["organamnist"], folder)
+    assert str(caught.value) == sentence
+    assert path.read_bytes() == content
+    assert server.asked == []
+
+
+# Debian's dataset-fashion-mnist.
+
+
+@pytest.fixture
+def debian(server, monkeypatch, tmp_path):
+    place = tmp_path / "debian"
+    place.mkdir()
+    for file, content in official("fmnist").files.items():
+        (place / file).write_bytes(content[:4] + b"\1\2\3\4" + content[8:])  # gzipped at another time
+    monkeypatch.setitem(SOURCES, "fmnist", replace(SOURCES["fmnist"], installed=place))
+    return place
+
+
+def test_the_installed_fashion_mnist_is_found_without_fetching(debian, server, folder, command):
+    np.testing.assert_array_equal(load("fmnist", folder).x, official("fmnist").x)
+    listed = command("data", "list", "--json").json["datasets"]
+    assert [row["name"] for row in listed if row["available"]] == ["digits", "fmnist"]
+    assert server.asked == []
+    assert not folder.exists()
+
+
+def test_fetching_takes_the_installed_fashion_mnist(debian, server, folder):
+    fetch(["fmnist"], folder)
+    assert tree(folder) == ["fmnist.npz"]
+    assert server.asked == []
+    assert len(tree(debian)) == 4
+    np.testing.assert_array_equal(load("fmnist", folder).x, official("fmnist").x)
+
+
+def test_half_an_installation_counts_as_none(debian, server, folder):
+    (debian / "train-images-idx3-ubyte.gz").unlink()
+    with pytest.raises(FedobpError, match=r"'fmnist' is not in .*: run `fedobp data fetch fmnist`"):
+        load("fmnist", folder)
+    fetch(["fmnist"], folder)
+    assert len(server.asked) == 4
+
+
+# On the command line.
+
+
+def test_the_command_fetches_and_says_what_it_has(server, command, tmp_path):
+    said = command("data", "fetch", "organamnist", "svhn", "--json")
+    assert said.code == 0
+    assert [(row["name"], row["samples"]) for row in said.json["datasets"]] == [("organamnist", 12), ("svhn", 10)]
+    assert said.err == ""
+    said = command("data", "fetch", "organamnist", "--data-dir", tmp_path / "other")
+    assert "organamnist" in said.out
+    assert f"Next: fedobp run --dataset organamnist --data-dir {tmp_path / 'other'}" in said.out
+    assert said.err == ""
+
+
+def test_the_command_ends_with_one_sentence_where_it_fails(server, command):
+    server.files.clear()
+    said = command("data", "fetch", "mnist")
+    assert said.code == 2
+    assert said.out == ""
+    assert said.err.startswith("error: dataset 'mnist' cannot be downloaded from ")
+    assert said.err.count("\n") == 1

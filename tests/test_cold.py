@@ -1,0 +1,221 @@
+"""Clients that are held out: they leave no trace in training, and are served as somebody new."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from lanes_cases import metrics
+from torch.nn import functional
+
+from fedobp import Config, Federation, FedobpError, evaluation, sweep
+from fedobp.algorithms import METHODS
+from fedobp.data import Shard, data_dir, load, partition
+from fedobp.engine import Lanes, Serial
+from fedobp.engine.schedule import batches
+from fedobp.evaluation import accuracy
+from fedobp.keys import Purpose, fold
+from fedobp.report.tables import compare_table, run_table, summarise
+
+TINY = {
+    "clients": 8, "holdout_clients": 2, "rounds": 3, "participation": 0.5, "epochs": 2, "model": "mlp", "lr": 0.1,
+    "precision": "fp64", "partition": "dirichlet-equal", "batch_size": 16, "device": "cpu",
+}  # fmt: skip
+HELD_OUT = (6, 7)
+
+
+@pytest.fixture(scope="module", params=["serial", "lanes"])
+def federation(request):
+    return Federation(Config(**TINY, engine=request.param))
+
+
+def trained_once(federation, theta, client):
+    """A visit in round 3 from a model, by hand."""
+    config, data = federation.config, federation.data
+    module = federation.model.module().double()
+    module.load_state_dict(theta)
+    optimizer = torch.optim.SGD(module.parameters(), config.lr)
+    x, y = data.inputs(client, "train"), data.targets(client, "train")
+    key = fold(fold(config.seed, 3, client, Purpose.TRAIN), 1)  # the program's second item
+    for epoch in range(config.epochs):
+        for picked in batches(fold(key, epoch), len(y), config.batch_size, y.device):
+            optimizer.zero_grad()
+            functional.cross_entropy(module(x[picked]), y[picked]).backward()
+            optimizer.step()
+    return module
+
+
+def fare(federation, modules):
+    """How held-out clients fare with these models, by hand."""
+    data, clients = federation.data, HELD_OUT
+    with torch.no_grad():
+        labels = [
+            module(data.inputs(client, "test")).argmax(dim=1) for client, module in zip(clients, modules, strict=True)
+        ]
+    return accuracy(labels, [data.targets(c, "test") for c in clients], [data.counts(c) for c in clients])
+
+
+def test_a_new_client_of_fedavg_is_served_the_global_model_and_leaves_with_one_of_its_own(federation):
+    result = federation.run("fedavg")
+    module = federation.model.module().double()
+    module.load_state_dict(result.state_dict())
+    assert result.cold.served == result.cold.visited == fare(federation, [module, module])
+    trained = [trained_once(federation, result.state_dict(), client) for client in HELD_OUT]
+    assert result.cold.last == fare(federation, trained)
+    assert result.cold.last.pooled > result.cold.served.pooled + 10
+
+
+def test_after_a_visit_fedavg_last_serves_the_clients_own_model(federation):
+    result, plain = federation.run("fedavg-last"), federation.run("fedavg")
+    assert result.cold.served == plain.cold.served
+    assert result.cold.visited == result.cold.last == plain.cold.last
+
+
+def test_after_a_visit_fedobp_knows_which_entries_are_the_clients(federation):
+    all_shared, nearly_none = federation.run("fedobp", q=1.0), federation.run("fedobp", q=0.0)
+    assert all_shared.cold.visited == all_shared.cold.served
+    # At q = 0 only the entries that moved least are shared, and those did not move at all.
+    assert nearly_none.cold.visited == nearly_none.cold.last != nearly_none.cold.served
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_both_engines_agree_on_new_clients_of_every_method(method):
+    # Large batches: FedALA learns its weights until the losses of batches agree.
+    small = {**TINY, "epochs": 1, "rounds": 2, "method": method, "batch_size": 200}
+    lanes, serial = (Federation(Config(**small, engine=engine)).run() for engine in ("lanes", "serial"))
+    assert lanes.cold == serial.cold
+    assert lanes.accuracy == serial.accuracy
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedobp", "scaffold", "pfedsim", "floco", "fedpac", "decoupled"])
+def test_training_is_as_if_they_were_not_there(method, monkeypatch, tmp_path):
+    """Six of eight clients train as six alone do: the same cohorts, scaling, models and books."""
+    dealt = partition(load("digits", data_dir()).y, 8, kind="dirichlet-equal", holdout=2)
+    options = {"score": "taylor"} if method == "decoupled" else {}
+    runs = []
+    for clients, holdout in ((8, 2), (6, 0)):
+        monkeypatch.setattr("fedobp.federation.partition", lambda *_, clients=clients, **__: dealt[:clients])
+        given = {**TINY, "clients": clients, "holdout_clients": holdout, "method": method, "options": options}
+        runs.append(Federation(Config(**given)).run(out=tmp_path / str(clients)))
+    with_them, alone = runs
+    for client in (None, *range(6)):
+        for name, tensor in alone.state_dict(client).items():
+            assert torch.equal(with_them.state_dict(client)[name], tensor)
+    lines = [metrics(tmp_path / name) for name in ("8", "6")]
+    assert lines[0][-1].pop("cold")
+    assert lines[0] == lines[1]
+    assert alone.cold is None
+    for name in ("accuracy", "last", "history", "personal", "bytes", "compute"):
+        assert getattr(with_them, name) == getattr(alone, name)
+
+
+@pytest.mark.parametrize("sampling", ["keyed", "published"])
+@pytest.mark.parametrize("method", ["fedavg", "floco"])
+def test_they_are_in_no_cohort(tmp_path, method, sampling):
+    given = {**TINY, "rounds": 6, "method": method, "sampling": sampling, "epochs": 1}
+    Federation(Config(**given)).run(out=tmp_path)
+    seen = {client for line in metrics(tmp_path) for client in line["cohort"]}
+    assert seen == set(range(6))
+
+
+def test_the_share_of_a_round_is_of_those_that_train():
+    assert Config(clients=20, holdout_clients=10, participation=0.5).cohort_size == 5
+
+
+def test_they_have_no_models_in_the_run(federation):
+    with pytest.raises(FedobpError, match="there is no model of client 6: clients are 0 to 5"):
+        federation.run("fedavg").state_dict(6)
+
+
+def test_how_many_are_tested_at_once_does_not_matter(federation, monkeypatch):
+    whole = federation.run("fedper").cold
+    monkeypatch.setattr(evaluation, "_CHUNK", {"cpu": 1})
+    assert federation.run("fedper").cold == whole
+
+
+def test_each_column_is_the_best_of_the_papers_rounds_by_itself(monkeypatch, tmp_path):
+    monkeypatch.setattr(evaluation, "PAPER_ROUNDS", (1, 2, 3, 4, 5))
+    config = Config(**{**TINY, "rounds": 5, "eval_every": 5, "protocol": "paper", "lr": 1.0, "method": "fedavg-last"})
+    result = Federation(config).run(out=tmp_path)
+    lines = [line["cold"] for line in metrics(tmp_path)]
+    for name in ("served", "visited", "last"):
+        pooled = [line[name]["pooled"] for line in lines]
+        assert len(set(pooled)) > 1, "rounds must differ, or this shows nothing"
+        assert getattr(result.cold, name).pooled == max(pooled)
+
+
+@pytest.mark.parametrize("method", ["fedavg-last", "fedobp"])
+def test_they_are_new_at_every_evaluation(monkeypatch, tmp_path, method):
+    for name, rounds in (("often", (1, 2, 3)), ("once", (3,))):
+        monkeypatch.setattr(evaluation, "PAPER_ROUNDS", rounds)
+        Federation(Config(**{**TINY, "protocol": "paper", "method": method})).run(out=tmp_path / name)
+    assert metrics(tmp_path / "often")[-1]["cold"] == metrics(tmp_path / "once")[-1]["cold"]
+
+
+@pytest.mark.parametrize("engine", [Serial, Lanes])
+def test_a_visit_that_diverges_is_said_with_the_clients_name(monkeypatch, engine):
+    train = engine.train
+
+    def one_diverges(self, tasks):
+        answers = train(self, tasks)
+        visit = tasks[0].now.cohort.tolist() == list(HELD_OUT)
+        return [answer._replace(finite=torch.tensor([True, False])) if visit else answer for answer in answers]
+
+    monkeypatch.setattr(engine, "train", one_diverges)
+    config = Config(**{**TINY, "method": "fedavg", "rounds": 1, "engine": engine.__name__.lower()})
+    with pytest.raises(FedobpError, match="client 7: the loss or the weights are no longer finite; use a smaller --lr"):
+        Federation(config).run()
+
+
+def test_clients_without_test_samples_cannot_be_held_out_alone(monkeypatch):
+    nothing = np.array([], dtype=np.int64)
+    dealt = [Shard(np.arange(9), nothing, np.arange(9, 12)), Shard(np.arange(12, 20), nothing, nothing, held_out=True)]
+    monkeypatch.setattr("fedobp.federation.partition", lambda *_, **__: dealt)
+    with pytest.raises(FedobpError, match="no client that is held out has a sample to evaluate on"):
+        Federation(Config(clients=2, holdout_clients=1, rounds=1)).run()
+
+
+def test_new_clients_are_in_json_and_in_tables(federation):
+    from rich.console import Console
+
+    result = federation.run("fedavg-last")
+    found = json.loads(json.dumps(result.to_json()))["cold"]
+    assert set(found) == {"served", "visited", "last"}
+    assert found["served"]["pooled"] == result.cold.served.pooled
+
+    def shown(table):
+        console = Console(width=160, file=io.StringIO())
+        console.print(table)
+        return console.file.getvalue()
+
+    lines = [line.split() for line in shown(run_table(result)).splitlines()]
+    rows = {" ".join(words[:-5]): float(words[-5]) for words in lines if words[:2] == ["new", "client,"]}
+    assert rows == {
+        "new client, as served": pytest.approx(result.cold.served.pooled, abs=0.01),
+        "new client, after a visit": pytest.approx(result.cold.visited.pooled, abs=0.01),
+        "new client, own model": pytest.approx(result.cold.last.pooled, abs=0.01),
+    }
+    text = shown(compare_table([result]))
+    assert "new client" in text
+    assert f"{result.cold.visited.pooled:.2f}" in text
+    assert "2 that are held out" in text
+    [row] = summarise([result])
+    assert row["cold_served"] == {"mean": result.cold.served.pooled, "std": None}
+
+
+def test_without_them_nothing_is_said_of_new_clients():
+    result = Federation(Config(**{**TINY, "holdout_clients": 0, "rounds": 1})).run()
+    assert result.cold is None
+    assert "cold" not in result.to_json()
+    [row] = summarise([result])
+    assert set(row) == {"method", "pooled", "client_mean", "seeds"}
+
+
+def test_runs_with_and_without_them_share_a_launch(tmp_path):
+    configs = [Config(**{**TINY, "holdout_clients": holdout, "method": "fedavg"}) for holdout in (0, 2, 5)]
+    together = sweep(configs)
+    for config, result in zip(configs, together, strict=True):
+        alone = Federation(config).run()
+        assert (alone.cold, alone.accuracy, alone.partition) == (result.cold, result.accuracy, result.partition)
+    assert len({result.partition for result in together}) == 3
