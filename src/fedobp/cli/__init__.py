@@ -2,38 +2,30 @@
 
 import inspect
 import io
-import json
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
+from typing import Annotated, Any, NoReturn, get_args
 
 import typer
 
 from fedobp._version import __version__
+from fedobp.cli.data import Json, data
+from fedobp.cli.screen import console, progress, show, stopwatch
 from fedobp.config import Config, flag, read_config, settings
 from fedobp.errors import FedobpError, unknown
 
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
-    from fedobp.federation import Progress
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-data = typer.Typer()
 app.add_typer(data, name="data")
 
 # typer carries its own copy of click in newer versions: take the class of usage errors from typer itself.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-DataDir = Annotated[str | None, typer.Option(help="Folder that holds datasets.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An option of the method.")]
 PartitionSet = Annotated[
     list[str] | None,
@@ -197,9 +189,9 @@ def run(
     federation = Federation(resolved)
     label = f"{resolved.method}-{resolved.dataset}-seed{resolved.seed}"
     folder = out or fresh(label)
-    with _progress(1, resolved.rounds) as advance:
+    with progress(1, resolved.rounds) as advance:
         result = federation.run(out=folder, progress=partial(advance, resolved.method))
-    _show(result.to_json() if as_json else run_table(result), f"Run folder: {folder}")
+    show(result.to_json() if as_json else run_table(result), f"Run folder: {folder}")
 
 
 @app.command()
@@ -254,7 +246,7 @@ def compare(
         for name in names
     ]
     folder = claim(out) if out else fresh(f"compare-{first.dataset}")
-    with _progress(len(plan), first.rounds) as advance:
+    with progress(len(plan), first.rounds) as advance:
         results = sweep(
             plan,
             out=[folder / f"{config.method}-seed{config.seed}" for config in plan],
@@ -263,7 +255,7 @@ def compare(
         )
     found = {"runs": [result.to_json() for result in results], "table": summarise(results)}
     write_json(folder / "compare.json", found)
-    _show(found if as_json else compare_table(results), f"Run folder: {folder}")
+    show(found if as_json else compare_table(results), f"Run folder: {folder}")
 
 
 @app.command()
@@ -307,9 +299,9 @@ def partition(
         lines.append(f"Saved. Next: fedobp run --dataset {config.dataset} --partition-file {save}")
     found = digest(dataset, shards)
     if as_json:
-        _show({**facts(dataset, shards), "hash": found})
+        show({**facts(dataset, shards), "hash": found})
     else:
-        _show(heat_map(dataset, shards, _console().width), "\n".join([f"Hash: {found}", *lines]))
+        show(heat_map(dataset, shards, console().width), "\n".join([f"Hash: {found}", *lines]))
 
 
 @app.command()
@@ -336,9 +328,9 @@ def bench(
     from fedobp.report.tables import bench_table
 
     config = Config(**given)
-    with _stopwatch() as advance:
+    with stopwatch() as advance:
         found = asdict(measure(config, runs=runs, seconds=seconds, progress=advance))
-    _show(found if as_json else bench_table(found))
+    show(found if as_json else bench_table(found))
 
 
 @app.command()
@@ -360,100 +352,7 @@ def methods(*, as_json: Json = False) -> None:
         }
         for name, method in {**METHODS, **{name: loaded(one) for name, one in plugins().items()}}.items()
     ]
-    _show({"methods": rows} if as_json else methods_table(rows))
-
-
-@data.callback(invoke_without_command=True)
-def _data_root(context: typer.Context) -> None:
-    """List, fetch, import and show datasets."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-
-
-@data.command("list")
-def data_list(*, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """List the datasets: the embedded digits, the paper's eight, and those you imported."""
-    from fedobp import data as room
-    from fedobp.report.tables import datasets_table
-
-    folder = room.data_dir(data_dir)
-    rows = [asdict(info) for info in room.catalogue(folder)]
-    _show({"datasets": rows} if as_json else datasets_table(rows), f"Data folder: {folder}")
-
-
-@data.command("fetch")
-def data_fetch(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...")], *, data_dir: DataDir = None, as_json: Json = False
-) -> None:
-    """Download the paper's datasets by name: mnist, fmnist, emnist, cifar10, cifar100, svhn, organamnist, organcmnist.
-
-    The official files are checked, and a download that broke off goes on where it stopped. What is there already is
-    left alone.
-
-    [bold]Examples[/bold]
-
-    \b
-    fedobp data fetch mnist cifar10
-    fedobp data fetch emnist --data-dir /data
-    """
-    from fedobp import data as room
-    from fedobp.report.tables import datasets_table
-
-    folder = room.data_dir(data_dir)
-    with _stopwatch() as advance:
-        rows = [asdict(info) for info in room.fetch(names, folder, advance)]
-    place = f" --data-dir {data_dir}" if data_dir else ""
-    footer = f"Stored in {folder}. Next: fedobp run --dataset {names[0]}{place}"
-    _show({"datasets": rows} if as_json else datasets_table(rows), footer)
-
-
-@data.command("import")
-def data_import(
-    name: str,
-    source: Path,
-    *,
-    label: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Column with the labels (default: label; in an npz: y).")
-    ] = None,
-    client: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Column that says whose a sample is, for natural clients.")
-    ] = None,
-    data_dir: DataDir = None,
-    as_json: Json = False,
-) -> None:
-    """Import SOURCE as dataset NAME; nothing is ever overwritten.
-
-    SOURCE is an npz file with arrays x and y, a CSV or Parquet table of numbers with a label column, a folder that
-    holds a folder of images for each class, or a Hugging Face dataset that was saved to disk. Labels are whole numbers
-    or names.
-
-    [bold]Examples[/bold]
-
-    \b
-    fedobp data import mine arrays.npz
-    fedobp data import flowers flowers/
-    fedobp data import wards wards.csv --label outcome --client hospital
-    fedobp data import letters femnist/ --label character --client writer_id
-    """
-    from fedobp import data as room
-    from fedobp.report.tables import datasets_table
-
-    folder = room.data_dir(data_dir)
-    with _stopwatch() as advance:
-        dataset = room.bring(name, source, folder, label=label, client=client, progress=advance)
-    row = asdict(dataset.info)
-    flags = (" --partition natural" if client else "") + (f" --data-dir {data_dir}" if data_dir else "")
-    _show(row if as_json else datasets_table([row]), f"Stored in {folder}. Next: fedobp run --dataset {name}{flags}")
-
-
-@data.command("show")
-def data_show(name: str, *, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Show one dataset's sizes, and whether it is there."""
-    from fedobp import data as room
-    from fedobp.report.tables import datasets_table
-
-    row = asdict(room.describe(name, room.data_dir(data_dir)))
-    _show(row if as_json else datasets_table([row]))
+    show({"methods": rows} if as_json else methods_table(rows))
 
 
 def _options(pairs: list[str] | None, q: float | None) -> dict[str, Any]:
@@ -472,78 +371,3 @@ def _pairs(flag: str, pairs: list[str] | None) -> dict[str, Any]:
             raise FedobpError(f"{flag} {pair} must be written NAME=VALUE, such as {flag} {example}")
         found[name.strip()] = value.strip()
     return found
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
-        return Console()
-    return Console(color_system=None, width=None if sys.stdout.isatty() else 120)
-
-
-def _show(content: "Mapping[str, Any] | RenderableType", footer: str = "") -> None:
-    """Print a JSON object alone, or something to read with a line after it."""
-    if isinstance(content, dict):
-        sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
-        return
-    console = _console()
-    console.print(content, soft_wrap=False)
-    if footer:
-        console.print(footer, soft_wrap=True, highlight=False, markup=False)
-
-
-def _silent() -> bool:
-    """Say whether there is nobody to show a bar to: no terminal, or NO_COLOR."""
-    return not sys.stderr.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-
-
-@contextmanager
-def _stopwatch() -> Iterator[Callable[[str, float], None]]:
-    """Show on stderr what is under way and how much of its time is gone."""
-    if _silent():
-        yield lambda what, share: None
-        return
-    from rich import progress as bars
-    from rich.console import Console
-
-    columns = (bars.TextColumn("[bold]{task.description}"), bars.BarColumn(), bars.TimeElapsedColumn())
-    with bars.Progress(*columns, console=Console(stderr=True)) as shown:
-        task = shown.add_task("starting", total=1.0)
-        yield lambda what, share: shown.update(task, description=what, completed=share)
-        shown.update(task, description="done", completed=1.0)
-
-
-@contextmanager
-def _progress(runs: int, rounds: int) -> Iterator[Callable[[str, "Progress"], None]]:
-    """Show a bar on stderr while runs advance; nothing without a terminal or with NO_COLOR."""
-    if _silent():
-        yield lambda label, at: None
-        return
-    from rich import progress as bars
-    from rich.console import Console
-
-    columns = (
-        bars.TextColumn("[bold]{task.description}"),
-        bars.BarColumn(),
-        bars.TextColumn("round {task.fields[round]}/{task.fields[rounds]}"),
-        bars.TextColumn("{task.fields[accuracy]}"),
-        bars.TextColumn("{task.fields[speed]}"),
-        bars.TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    with bars.Progress(*columns, console=Console(stderr=True)) as shown:
-        task = shown.add_task("starting", total=runs * rounds, round=0, rounds=rounds, accuracy="", speed="")
-
-        def advance(label: str, at: "Progress") -> None:
-            speed = shown.tasks[0].speed
-            shown.update(
-                task,
-                advance=1,
-                description=label,
-                round=at.round,
-                rounds=at.rounds,
-                accuracy="" if at.accuracy is None else f"accuracy {at.accuracy:.1f}",
-                speed="" if speed is None else f"{speed:.1f} rounds/s",
-            )
-
-        yield advance

@@ -1,0 +1,107 @@
+"""`fedobp data`: list, fetch, import and show datasets."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedobp.cli.screen import show, stopwatch
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+DataDir = Annotated[str | None, typer.Option(help="Folder that holds datasets.")]
+
+data = typer.Typer()
+
+
+@data.callback(invoke_without_command=True)
+def _data_root(context: typer.Context) -> None:
+    """List, fetch, import and show datasets."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@data.command("list")
+def data_list(*, data_dir: DataDir = None, as_json: Json = False) -> None:
+    """List the datasets: the embedded digits, the paper's eight, and those you imported."""
+    from fedobp import data as room
+    from fedobp.report.tables import datasets_table
+
+    folder = room.data_dir(data_dir)
+    rows = [asdict(info) for info in room.catalogue(folder)]
+    show({"datasets": rows} if as_json else datasets_table(rows), f"Data folder: {folder}")
+
+
+@data.command("fetch")
+def data_fetch(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...")], *, data_dir: DataDir = None, as_json: Json = False
+) -> None:
+    """Download the paper's datasets by name: mnist, fmnist, emnist, cifar10, cifar100, svhn, organamnist, organcmnist.
+
+    The official files are checked, and a download that broke off goes on where it stopped. What is there already is
+    left alone.
+
+    [bold]Examples[/bold]
+
+    \b
+    fedobp data fetch mnist cifar10
+    fedobp data fetch emnist --data-dir /data
+    """
+    from fedobp import data as room
+    from fedobp.report.tables import datasets_table
+
+    folder = room.data_dir(data_dir)
+    with stopwatch() as advance:
+        rows = [asdict(info) for info in room.fetch(names, folder, advance)]
+    place = f" --data-dir {data_dir}" if data_dir else ""
+    footer = f"Stored in {folder}. Next: fedobp run --dataset {names[0]}{place}"
+    show({"datasets": rows} if as_json else datasets_table(rows), footer)
+
+
+@data.command("import")
+def data_import(
+    name: str,
+    source: Path,
+    *,
+    label: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Column with the labels (default: label; in an npz: y).")
+    ] = None,
+    client: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Column that says whose a sample is, for natural clients.")
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Import SOURCE as dataset NAME; nothing is ever overwritten.
+
+    SOURCE is an npz file with arrays x and y, a CSV or Parquet table of numbers with a label column, a folder that
+    holds a folder of images for each class, or a Hugging Face dataset that was saved to disk. Labels are whole numbers
+    or names.
+
+    [bold]Examples[/bold]
+
+    \b
+    fedobp data import mine arrays.npz
+    fedobp data import flowers flowers/
+    fedobp data import wards wards.csv --label outcome --client hospital
+    fedobp data import letters femnist/ --label character --client writer_id
+    """
+    from fedobp import data as room
+    from fedobp.report.tables import datasets_table
+
+    folder = room.data_dir(data_dir)
+    with stopwatch() as advance:
+        dataset = room.bring(name, source, folder, label=label, client=client, progress=advance)
+    row = asdict(dataset.info)
+    flags = (" --partition natural" if client else "") + (f" --data-dir {data_dir}" if data_dir else "")
+    show(row if as_json else datasets_table([row]), f"Stored in {folder}. Next: fedobp run --dataset {name}{flags}")
+
+
+@data.command("show")
+def datashow(name: str, *, data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Show one dataset's sizes, and whether it is there."""
+    from fedobp import data as room
+    from fedobp.report.tables import datasets_table
+
+    row = asdict(room.describe(name, room.data_dir(data_dir)))
+    show(row if as_json else datasets_table([row]))

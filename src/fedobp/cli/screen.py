@@ -1,0 +1,89 @@
+"""What commands print: JSON or something to read on stdout, bars on stderr."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from fedobp.federation import Progress
+
+
+def console() -> "Console":
+    """Return where to print: without colour where nobody sees it."""
+    from rich.console import Console
+
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        return Console()
+    return Console(color_system=None, width=None if sys.stdout.isatty() else 120)
+
+
+def show(content: "Mapping[str, Any] | RenderableType", footer: str = "") -> None:
+    """Print a JSON object alone, or something to read with a line after it."""
+    if isinstance(content, dict):
+        sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
+        return
+    screen = console()
+    screen.print(content, soft_wrap=False)
+    if footer:
+        screen.print(footer, soft_wrap=True, highlight=False, markup=False)
+
+
+def _silent() -> bool:
+    """Say whether there is nobody to show a bar to: no terminal, or NO_COLOR."""
+    return not sys.stderr.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+
+
+@contextmanager
+def stopwatch() -> Iterator[Callable[[str, float], None]]:
+    """Show on stderr what is under way and how much of its time is gone."""
+    if _silent():
+        yield lambda what, share: None
+        return
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (bars.TextColumn("[bold]{task.description}"), bars.BarColumn(), bars.TimeElapsedColumn())
+    with bars.Progress(*columns, console=Console(stderr=True)) as shown:
+        task = shown.add_task("starting", total=1.0)
+        yield lambda what, share: shown.update(task, description=what, completed=share)
+        shown.update(task, description="done", completed=1.0)
+
+
+@contextmanager
+def progress(runs: int, rounds: int) -> Iterator[Callable[[str, "Progress"], None]]:
+    """Show a bar on stderr while runs advance; nothing without a terminal or with NO_COLOR."""
+    if _silent():
+        yield lambda label, at: None
+        return
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (
+        bars.TextColumn("[bold]{task.description}"),
+        bars.BarColumn(),
+        bars.TextColumn("round {task.fields[round]}/{task.fields[rounds]}"),
+        bars.TextColumn("{task.fields[accuracy]}"),
+        bars.TextColumn("{task.fields[speed]}"),
+        bars.TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True)) as shown:
+        task = shown.add_task("starting", total=runs * rounds, round=0, rounds=rounds, accuracy="", speed="")
+
+        def advance(label: str, at: "Progress") -> None:
+            speed = shown.tasks[0].speed
+            shown.update(
+                task,
+                advance=1,
+                description=label,
+                round=at.round,
+                rounds=at.rounds,
+                accuracy="" if at.accuracy is None else f"accuracy {at.accuracy:.1f}",
+                speed="" if speed is None else f"{speed:.1f} rounds/s",
+            )
+
+        yield advance
