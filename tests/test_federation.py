@@ -450,7 +450,8 @@ def test_a_sweep_takes_any_iterable_of_configurations():
 @pytest.mark.parametrize(
     ("method", "options", "visit", "use"),
     [("fedavg", {}, 3, 0), ("fedavg-ft", {"finetune": 2}, 3, 2), ("ditto", {"personal_epochs": 2}, 5, 0),
-     ("fedrep", {}, 3, 0), ("local", {}, 3, 0)],
+     ("fedrep", {}, 3, 0), ("local", {}, 3, 0), ("pfedme", {"inner": 4}, 12, 0), ("apfl", {}, 6, 0),
+     ("apfl", {"adaptive": "on"}, 9, 0)],
 )  # fmt: skip
 def test_passes_over_the_data_are_counted(method, options, visit, use):
     config = Config(clients=5, participation=0.6, rounds=2, epochs=3, model="mlp", partition="iid", batch_size=5)

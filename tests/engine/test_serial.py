@@ -523,6 +523,8 @@ def test_what_is_computed_in_a_sweep_is_counted():
     one = Alone()
     one.train(moment(0, 1), [a_notebook, Sweep(note, 2, smallest=2), upload_notes])
     assert one.engine.counters == Counters(steps=6 + 4, slots=22 + 16, samples=22 + 16)
+    one.train(moment(0), [a_notebook, Sweep(note, 2, smallest=2, passes=3), upload_notes])
+    assert one.engine.counters.samples == 22 + 16 + 3 * 22
 
 
 # Predictions of one's own.

@@ -104,7 +104,8 @@ class APFL(FedAvg):
 
     def local(self, model: Model, now: Moment) -> Program:
         """Train both models on the same batches."""
-        return [take_both, stand_still, Sweep(self._step, now.epochs, smallest=2), keep_and_upload]
+        passes = 2 if (self.adaptive, self.mode) == ("off", "faithful") else 3
+        return [take_both, stand_still, Sweep(self._step, now.epochs, smallest=2, passes=passes), keep_and_upload]
 
     def serve(self, model: Model, now: Moment) -> Program:
         """Use one's own v and a with the current w."""

@@ -128,6 +128,7 @@ class Sweep:
     smallest: int = 1  # batches with fewer samples are skipped; training skips those of one
     whole: bool = False  # all samples are one batch
     per_sample: bool = False  # whether a step holds a gradient of every sample, for which engines make room
+    passes: int = 1  # gradients that a step takes on its batch, for the books of what clients compute
 
 
 Program = Sequence[Train | Sweep | Callable[[Model, Client], Client]]

@@ -74,7 +74,7 @@ class PFedMe(FedAvg):
 
     def local(self, model: Model, now: Moment) -> Program:
         """Train both models on the same batches."""
-        return [take_twice, Sweep(self._step, now.epochs, smallest=2), keep_and_upload]
+        return [take_twice, Sweep(self._step, now.epochs, smallest=2, passes=self.inner), keep_and_upload]
 
     def receive(
         self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor

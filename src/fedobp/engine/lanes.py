@@ -286,8 +286,9 @@ class Lanes:
             for lane, times in zip(some, epochs, strict=True):
                 steps[id(lane.phase)][lane.row] = times * lane.steps
                 left_out = lane.n % size if lane.n % size < item.smallest else 0
-                seen[id(lane.phase)] += times * (lane.n - left_out)
-        self.counters += Counters(sum(map(sum, steps.values())), sum(slots for _, slots in done), sum(seen.values()))
+                seen[id(lane.phase)] += item.passes * times * (lane.n - left_out)
+        slots = item.passes * sum(slots for _, slots in done)
+        self.counters += Counters(sum(map(sum, steps.values())), slots, sum(seen.values()))
         nan = {id(phase): like.new_full((len(phase.keys),), math.nan) for phase in phases}
         return [Done(work[id(p)], nan[id(p)], send(steps[id(p)], like.device), seen[id(p)]) for p in phases]
 

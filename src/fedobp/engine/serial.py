@@ -130,7 +130,7 @@ class Serial:
                 break
             for batch in self._batches(key, x, y, [epoch], size, phase.smallest, steps):
                 client = phase.step(self._model, client, batch)
-                steps, seen = steps + 1, seen + len(batch.y)
+                steps, seen = steps + 1, seen + phase.passes * len(batch.y)
         self.counters += Counters(steps, seen, seen)
         return replace(client, data={**client.data, "steps": torch.full_like(client.data["n"], steps)})
 
