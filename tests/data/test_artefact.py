@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import zipfile
 
 import numpy as np
 import pytest
@@ -220,5 +221,13 @@ def test_sound_arrays_with_the_right_hash_are_taken(saved, monkeypatch):
 def test_a_damaged_file_is_refused(saved):
     content = saved.with_suffix(".npz").read_bytes()
     saved.with_suffix(".npz").write_bytes(content[: len(content) // 2])
-    with pytest.raises(FedobpError, match="cannot be read as an npz file"):
+    with pytest.raises(FedobpError, match=r"cannot be read as an npz file .*: save it anew$"):
+        load_partition(saved, dataset())
+
+
+def test_a_file_with_something_else_for_its_samples_is_refused(saved):
+    np.savez(saved.with_suffix(".npz"), **ARRAYS)
+    with zipfile.ZipFile(saved.with_suffix(".npz"), "a") as archive:
+        archive.writestr("ids.npy", b"something else")
+    with pytest.raises(FedobpError, match="ids is no array"):
         load_partition(saved, dataset())

@@ -152,7 +152,8 @@ BAD_TABLES = {
     "no such label": ("Outcome,a\n1,2\n", r"unknown column for --label in .*table.csv 'label': known are Outcome, a"),
     "a near miss": ("Lable,a\n1,2\n", "did you mean 'Lable'"),
     "no rows": ("label,a\n", "table.csv has no rows"),
-    "an empty file": ("", "unknown column for --label"),
+    "an empty file": ("", "table.csv is empty: there is nothing to import"),
+    "empty lines": ("\n\n", "table.csv is empty"),
     "no features": ("label\n1\n0\n", "no columns besides label: there are no inputs"),
     "a column twice": ("label,a,a\n0,1,2\n", "two columns called 'a'"),
     "pandas' index": (",label,a\n0,1,2\n", r"no name for column 1: .*index=False"),
@@ -175,6 +176,10 @@ BAD_TABLES = {
 @pytest.mark.parametrize(("text", "sentence"), BAD_TABLES.values(), ids=BAD_TABLES)
 def test_a_bad_table_is_refused_with_its_row_and_column(folder, source, text, sentence):
     refused(sentence, source(text), folder)
+
+
+def test_empty_lines_are_skipped_before_the_names_too(folder, source):
+    assert brought("mine", source("\n\nlabel,a\n0,1\n\n1,2\n"), folder).x.tolist() == [[1], [2]]
 
 
 def test_text_that_is_not_utf8_is_refused(folder, source):
@@ -250,6 +255,12 @@ def test_a_bad_parquet_column_is_refused(folder, tmp_path, cells, sentence):
 )
 def test_bad_parquet_labels_are_refused(folder, tmp_path, cells, sentence):
     refused(sentence, arrow(tmp_path / "t.parquet", a=[1, 2], label=cells), folder)
+
+
+def test_a_parquet_column_twice_is_refused(folder, tmp_path):
+    for names in (["a", "a", "label"], ["a", "label", "label"]):
+        parquet.write_table(pyarrow.table([[1, 2], [3, 4], [5, 6]], names=names), tmp_path / "t.parquet")
+        refused(f"two columns called '{names[1]}': rename one", tmp_path / "t.parquet", folder)
 
 
 def test_whole_floats_are_labels(folder, tmp_path):
@@ -349,6 +360,16 @@ def test_folders_that_are_not_images_by_class_are_refused(folder, tmp_path):
     refused("folder of images, which has no columns: leave out --label", pets, folder, client="who")
 
 
+def test_a_folder_that_may_not_be_read_is_refused(folder, tmp_path, monkeypatch):
+    picture(tmp_path / "pets/a/x.png", GREY)
+
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", forbidden)
+    refused("pets cannot be imported .*Permission denied.*: make all of it readable", tmp_path / "pets", folder)
+
+
 # Hugging Face datasets.
 
 
@@ -417,6 +438,10 @@ def test_bad_saved_datasets_are_refused(folder, tmp_path):
     letters(4).save_to_disk(saved)
     refused("did you mean 'character'", saved, folder, label="charactr")
     refused("unknown column for --client .* 'who'", saved, folder, label="character", client="who")
+    refused("images in column 'image': labels and clients are whole numbers or names", saved, folder, label="image")
+    kinds = datasets.Features({"a": datasets.Array2D((2, 2), "uint8"), "label": datasets.Value("int64")})
+    datasets.Dataset.from_dict({"a": [[[1, 2], [3, 4]]] * 2, "label": [0, 1]}, kinds).save_to_disk(tmp_path / "arrays")
+    refused("lists in column 'a': give each number a column, or import an npz", tmp_path / "arrays", folder)
     cells = [{"bytes": b"no image", "path": None}, {"bytes": None, "path": None}, None]
     for cell, sentence in zip(cells, ["cannot be read as an image", "is missing", "is missing"], strict=True):
         good = io.BytesIO()
@@ -488,15 +513,15 @@ def test_known_sets_take_no_names_for_labels(folder, tmp_path):
 # What it is, and how far it is.
 
 
-@pytest.mark.parametrize("name", ["table.xlsx", "absent", "table"])
+@pytest.mark.parametrize("name", ["table.xlsx", "table"])
 def test_other_sources_are_refused(folder, tmp_path, name):
-    (tmp_path / "table.xlsx").touch()
+    (tmp_path / name).touch()
     refused(rf"{name} cannot be imported: give a file that ends in .npz, .csv or .parquet", tmp_path / name, folder)
 
 
-@pytest.mark.parametrize("name", ["absent.csv", "absent.parquet", "absent.npz"])
-def test_a_file_that_is_not_there_is_refused(folder, tmp_path, name):
-    refused(f"there is no file .*{name}: give the path", tmp_path / name, folder)
+@pytest.mark.parametrize("name", ["absent.csv", "absent.parquet", "absent.npz", "absent"])
+def test_a_source_that_is_not_there_is_refused(folder, tmp_path, name):
+    refused(f"there is no file or folder .*{name}: give the path", tmp_path / name, folder)
 
 
 def test_a_name_that_is_taken_is_refused_before_anything_is_read(folder, tmp_path, source):

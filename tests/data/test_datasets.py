@@ -247,6 +247,15 @@ def garbled_bytes():
     return bytes(content)
 
 
+def strange_bytes():
+    """An archive in which y is no array."""
+    buffer = io.BytesIO()
+    np.savez(buffer, x=TABLE)
+    with zipfile.ZipFile(buffer, "a") as archive:
+        archive.writestr("y.npy", b"something else")
+    return buffer.getvalue()
+
+
 BROKEN = {
     "text": b"this is not a dataset",
     "nothing": b"",
@@ -255,6 +264,7 @@ BROKEN = {
     "the first half": npz_bytes()[: len(npz_bytes()) // 2],
     "a changed bit": changed_bytes(),
     "a garbled compressed file": garbled_bytes(),
+    "a member that is no array": strange_bytes(),
 }
 
 
@@ -395,6 +405,20 @@ def test_describe_a_damaged_dataset_names_its_file(folder, content):
     (folder / "mine.npz").write_bytes(content)
     with pytest.raises(FedobpError, match=r"mine.npz cannot be read as an npz file .*damaged"):
         describe("mine", folder)
+
+
+def test_a_file_that_may_not_be_read_says_so(folder, monkeypatch):
+    folder.mkdir()
+    (folder / "mine.npz").write_bytes(npz_bytes())
+
+    def forbidden(path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(zipfile, "ZipFile", forbidden)
+    monkeypatch.setattr(Path, "open", forbidden)
+    for look in (describe, load):
+        with pytest.raises(FedobpError, match=r"mine.npz may not be read \(Permission denied\): ask its owner"):
+            look("mine", folder)
 
 
 SEEN = {case: REFUSED[case] for case in ("no x", "no y", "float labels", "one class", "label too large", "pickled y")}

@@ -10,7 +10,7 @@ from lanes_cases import CHANGES, FAST, PHASES, Plan, agree, made, played, uses_l
 
 from fedobp.engine import Lanes, Serial
 from fedobp.engine.fit import active, descend, training
-from fedobp.engine.graphs import Graphs, rounded
+from fedobp.engine.graphs import KINDS, Graphs, rounded
 from fedobp.engine.stack import Grouped, stacked
 from fedobp.engine.vectorised import Vectorised
 from fedobp.models import Model
@@ -175,6 +175,14 @@ def test_other_tensors_and_other_kinds_have_graphs_of_their_own():
     assert graphs.made == len(RULES)
     graphs.descend("another", *stack_of([2, 2]), [2, 2], MAKE)
     assert graphs.made == len(RULES) + 1
+
+
+def test_the_kinds_that_were_used_last_are_kept():
+    graphs, stack = Counted(), stack_of([2, 2])
+    for kind in [*range(KINDS), 0, KINDS, 0, 1]:
+        graphs.descend(kind, *deepcopy(stack), [2, 2], MAKE)
+    assert [key[0] for key in graphs._kept] == [*range(3, KINDS), KINDS, 0, 1]
+    assert graphs.made == KINDS + 2
 
 
 def test_what_was_there_before_plays_no_role():

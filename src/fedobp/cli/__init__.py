@@ -296,7 +296,8 @@ def partition(
         lines.append(f"Picture: {plot}")
     if save:
         save_partition(save, dataset, shards, config.dealt)
-        lines.append(f"Saved. Next: fedobp run --dataset {config.dataset} --partition-file {save}")
+        place = f" --data-dir {given['data_dir']}" if "data_dir" in given else ""
+        lines.append(f"Saved. Next: fedobp run --dataset {config.dataset}{place} --partition-file {save}")
     found = digest(dataset, shards)
     if as_json:
         show({**facts(dataset, shards), "hash": found})

@@ -28,7 +28,10 @@ def bring(
     `client`, samples are nobody's. `progress` is told what is under way, and how much of it is done.
     """
     vacant(name, folder)
-    arrays = _read(name, source, label, client, progress)
+    try:
+        arrays = _read(name, source, label, client, progress)
+    except OSError as error:
+        raise FedobpError(f"{source} cannot be imported ({error}): make all of it readable") from error
     progress("checking and writing", 1.0)
     return store(name, arrays, folder)
 
@@ -46,6 +49,8 @@ def _read(
             )
         x, classes = read_images(source, progress)
         return {"x": x, "y": numbers_or_texts(classes)}
+    if not source.exists():
+        raise FedobpError(f"there is no file or folder {source}: give the path of what to import")
     kind = source.suffix.lower()
     if kind not in (".npz", ".csv", ".parquet"):
         raise FedobpError(
@@ -54,8 +59,6 @@ def _read(
         )
     if kind == ".npz":
         return _chosen(source, read_npz(source), label, client)
-    if not source.is_file():
-        raise FedobpError(f"there is no file {source}: give the path of the table to import")
     read = read_csv if kind == ".csv" else read_parquet
     return read(source, label or "label", client, progress)
 

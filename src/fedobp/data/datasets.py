@@ -257,7 +257,11 @@ def read_npz(path: Path, *, mapped: bool = False) -> dict[str, NDArray[Any]]:
                 raise ValueError("one bare array")
             with arrays:
                 x = _mapped(path, "x.npy") if mapped and "x" in arrays.files else None
-                return {key: arrays[key] if x is None or key != "x" else x for key in arrays.files}
+                found = {key: arrays[key] if x is None or key != "x" else x for key in arrays.files}
+            for key, value in found.items():
+                if not isinstance(value, np.ndarray):  # NumPy gives what it does not know as bytes
+                    raise ValueError(f"{key} is no array")
+            return found
     except _DAMAGE as error:
         raise _unreadable(path, error) from error
 
@@ -288,13 +292,15 @@ def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def _unreadable(path: Path, error: Exception) -> FedobpError:
+    if isinstance(error, PermissionError):
+        return FedobpError(f"{path} may not be read ({error.strerror}): ask its owner, or change its permissions")
     if not zipfile.is_zipfile(path):
         reason = "it is not one, or damaged"
     elif "allow_pickle" in str(error):
         reason = "it holds pickled objects, which are never read"
     else:
         reason = f"damaged or incomplete: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-    return FedobpError(f"{path} cannot be read as an npz file of plain arrays ({reason}): save it anew with np.savez")
+    return FedobpError(f"{path} cannot be read as an npz file of plain arrays ({reason}): save it anew")
 
 
 def _digits() -> Dataset:

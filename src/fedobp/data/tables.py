@@ -146,8 +146,11 @@ def read_csv(path: Path, label: str, client: str | None, progress: Progress) -> 
     """Read a CSV file: UTF-8, separated by commas, the columns' names in the first line."""
     try:
         with path.open("rb") as raw:
-            rows = csv.reader(io.TextIOWrapper(raw, encoding="utf-8-sig", newline=""), strict=True)
+            lines = csv.reader(io.TextIOWrapper(raw, encoding="utf-8-sig", newline=""), strict=True)
+            rows = filter(None, lines)
             names = [name.strip() for name in next(rows, [])]
+            if not names:
+                raise FedobpError(f"{path} is empty: there is nothing to import")
             if "" in names:
                 raise FedobpError(
                     f"{path} has no name for column {names.index('') + 1}: name it, or remove it (pandas leaves its "
@@ -165,8 +168,8 @@ def read_csv(path: Path, label: str, client: str | None, progress: Progress) -> 
 def _csv_chunks(
     path: Path, names: Sequence[str], rows: Iterator[list[str]], tick: Callable[[], None]
 ) -> Iterator[Chunk]:
-    filled, done = (row for row in rows if row), 0
-    while some := list(islice(filled, _ROWS)):
+    done = 0
+    while some := list(islice(rows, _ROWS)):
         for at, row in enumerate(some, done + 1):
             if len(row) != len(names):
                 raise FedobpError(
@@ -237,13 +240,18 @@ def _read_arrow(
 
     # pandas writes its index as a column of this name: it is no feature.
     names = [name for name in schema.names if not re.fullmatch(r"__index_level_\d+__", name)]
-    pictures = [name for name in names if _holds_images(schema.field(name).type)]
+    columns = _Columns(path, names, label, client)
+    kinds = {name: _stored(schema.field(name).type) for name in names}
+    pictures = [name for name in columns.features if _holds_images(kinds[name])]
     if len(pictures) > 1:
         raise FedobpError(f"{path} has images in {' and '.join(pictures)}: remove all but one of these columns")
-    columns = _Columns(path, names, label, client)
     columns.features = pictures or columns.features
-    for name in {*columns.named, *columns.features}.difference(pictures):
-        if types.is_nested(schema.field(name).type):
+    for name in columns.named:
+        if types.is_nested(kinds[name]):
+            what = "images" if _holds_images(kinds[name]) else "lists"
+            raise FedobpError(f"{path} has {what} in column '{name}': labels and clients are whole numbers or names")
+    for name in columns.features:
+        if types.is_nested(kinds[name]) and not pictures:
             raise FedobpError(f"{path} has lists in column '{name}': give each number a column, or import an npz")
 
     def chunks() -> Iterator[Chunk]:
@@ -259,6 +267,11 @@ def _read_arrow(
             progress(f"reading {path.name}", done / rows)
 
     return columns.gather(chunks(), Images(rows) if pictures else None)
+
+
+def _stored(kind: Any) -> Any:
+    """Return how a type is stored: Hugging Face's arrays are lists by another name."""
+    return getattr(kind, "storage_type", kind)
 
 
 def _holds_images(kind: Any) -> bool:

@@ -18,6 +18,8 @@ from torch.utils import _pytree as trees
 
 from fedobp.engine.fit import Make, active
 
+KINDS = 32  # kept at most: a method that makes its loss anew in every round has a new kind in every round
+
 
 def rounded(lanes: int) -> int:
     """Return the number of lanes that a graph is made for: few sizes, and little computed in vain."""
@@ -123,13 +125,15 @@ class Graphs:
         tensors = tuple((trees.keystr(path), values.shape[1:], values.dtype) for path, values in leaves)
         key = (kind, tensors, plan["ids"].shape[2])
         steps, lanes = plan["counts"].shape
-        kept = self._kept.get(key)
+        kept = self._kept.pop(key, None)
         had = kept.room if kept else (0, 0)
         if kept is None or had[0] < steps or had[1] < rounded(lanes):
             # Twice as many steps as now: rounds differ, and a graph is worth keeping.
             kept, room = None, (max(2 * steps, had[0]), max(rounded(lanes), had[1]))
-            self._kept.pop(key, None)  # the old ones go before new ones come
-            kept = self._kept[key] = self._empty(given, moving, plan, make, *room)
+            for oldest in list(self._kept)[: 1 - KINDS]:  # old ones go before new ones come
+                del self._kept[oldest]
+            kept = self._empty(given, moving, plan, make, *room)
+        self._kept[key] = kept  # behind those that were used before it
         return kept
 
     def _empty(
