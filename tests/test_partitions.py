@@ -244,6 +244,8 @@ def test_saving_twice_is_refused_and_says_so(command):
 def test_what_to_do_with_a_saved_partition_is_said(command):
     said = command("partition", "--clients", 6, "--save", "six")
     assert "fedobp run --dataset digits --partition-file six" in said.out
+    said = command("partition", "--clients", 6, "--save", "again", "--data-dir", "here")
+    assert "fedobp run --dataset digits --data-dir here --partition-file again" in said.out
 
 
 # Looking at it.

@@ -321,12 +321,6 @@ def test_a_zip_of_other_things_has_no_x(folder, tmp_path):
         bring("mine", tmp_path / "source.npz", folder)
 
 
-def test_a_source_that_is_not_there_is_refused(folder, tmp_path):
-    with pytest.raises(FedobpError, match=r"there is no file .*absent.npz: give the path of an npz file"):
-        bring("mine", tmp_path / "absent.npz", folder)
-    assert files(folder) == {}
-
-
 def test_a_known_dataset_without_a_file_says_how_to_get_it(folder):
     with pytest.raises(FedobpError, match=r"'cifar10' is not in .*data: run `fedobp data fetch cifar10`"):
         load("cifar10", folder)
