@@ -151,6 +151,16 @@ def test_what_contradicts_the_file_is_refused(command, wards, more, sentence):
     assert re.search(sentence, said.err)
 
 
+@pytest.mark.parametrize(
+    "usual", [("--partition", "dirichlet"), ("--alpha", "0.1"), ("--holdout-clients", "0"), ("--val-ratio", "0.0")]
+)
+def test_what_is_usual_contradicts_the_file_too_where_it_is_asked_for(command, usual):
+    saved(command, "--partition", "dirichlet-equal", "--holdout-clients", 2, "--val-ratio", 0.2)
+    said = command(*RUN, "--partition-file", "six", *usual)
+    assert said.code == 2
+    assert f"{' '.join(usual)} is not what the partition" in said.err
+
+
 def test_what_the_file_says_too_is_no_contradiction(command):
     saved(command)
     assert command(*RUN, "--partition-file", "six.npz", "--clients", 6, "--alpha", 0.5, "--seed", 9).code == 0

@@ -32,8 +32,8 @@ SaveModels = Literal["none", "global", "all"]
 def _panel(panel: str) -> Callable[..., Any]:
     """Return what declares the settings of one panel of the help text.
 
-    A default of None is decided by the dataset or by another setting, as the setting's help says. Bounds are `low` and
-    `high`, which are allowed, and `above` and `below`, which are not.
+    A default of None is decided by the dataset, a saved partition or another setting, as the setting's help says.
+    Bounds are `low` and `high`, which are allowed, and `above` and `below`, which are not.
     """
 
     def setting(default: Any, help: str, **bounds: float) -> Any:
@@ -56,14 +56,19 @@ class Config:
     data_dir: str | None = _federation(None, "Folder that holds datasets (default: $FEDOBP_DATA, or the cache folder)")
     clients: int = _federation(None, "Number of clients (default: 100; digits: 20; natural: all)", low=1)
     partition: str = _federation(
-        "dirichlet",
-        "How data falls on clients: dirichlet, dirichlet-equal, iid, shards, classes, quantity, feature or natural",
+        None,
+        "How data falls on clients: dirichlet, dirichlet-equal, iid, shards, classes, quantity, feature or natural "
+        "(default: dirichlet)",
     )
     partition_options: Mapping[str, Option] = field(default_factory=dict)
-    alpha: float = _federation(0.1, "The Dirichlet's concentration: the smaller, the more the clients differ", above=0)
+    alpha: float = _federation(
+        None, "The Dirichlet's concentration: the smaller, the more the clients differ (default: 0.1)", above=0
+    )
     partition_seed: int = _federation(None, "Seed of the partition (default: the seed)", low=0, high=2**32 - 1)
-    val_ratio: float = _federation(0.0, "Share of each client's training part for validation", low=0, high=0.9)
-    holdout_clients: int = _federation(0, "Clients that never train, to see how a new one fares", low=0)
+    val_ratio: float = _federation(
+        None, "Share of each client's training part for validation (default: 0.0)", low=0, high=0.9
+    )
+    holdout_clients: int = _federation(None, "Clients that never train, to see how a new one fares (default: 0)", low=0)
     partition_file: str | None = _federation(None, "A partition that `fedobp partition --save` has written")
     normalize: Normalize = _federation(
         None, "Scaling: by constants, by the training parts, ... (default: dataset for the paper's eight; else train)"
@@ -116,11 +121,11 @@ class Config:
         table = len(info.shape) == 1
         if self.partition_file is not None:
             self._take_partition(Path(self.partition_file).expanduser().absolute())
-        defaults: dict[str, object]
+        defaults: dict[str, object] = {"partition": "dirichlet", "alpha": 0.1, "val_ratio": 0.0, "holdout_clients": 0}
         if self.dataset == "digits":
-            defaults = {"clients": 20, "participation": 0.2, "rounds": 60, "model": "cnn-small"}
+            defaults |= {"clients": 20, "participation": 0.2, "rounds": 60, "model": "cnn-small"}
         else:
-            defaults = {"clients": 100, "participation": 0.1, "rounds": 400, "model": "mlp" if table else "cnn"}
+            defaults |= {"clients": 100, "participation": 0.1, "rounds": 400, "model": "mlp" if table else "cnn"}
         if self.partition == "natural" and info.clients:
             defaults["clients"] = info.clients
         rounds: Any = self.rounds or defaults["rounds"]
@@ -152,8 +157,7 @@ class Config:
             if spec.name not in saved or (spec.name in _TABLES and not isinstance(saved[spec.name], dict)):
                 raise FedobpError(f"the partition {path} does not say its {spec.name}: save it anew")
             given, value = getattr(self, spec.name), saved[spec.name]
-            default = {} if spec.name in _TABLES else spec.default
-            if given not in (default, value):
+            if given not in (None, {}, value):
                 asked = f"--partition-set {_pairs(given)}" if spec.name in _TABLES else f"{flag(spec.name)} {given}"
                 made = (_pairs(value) or "no options") if isinstance(value, dict) else value
                 raise FedobpError(f"{asked} is not what the partition {path} was made with ({made}): leave it out")
