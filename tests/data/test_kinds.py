@@ -271,6 +271,7 @@ def test_colour_images_turn_with_their_channels():
 
 def test_noise_is_spread_from_none_to_the_largest_and_is_the_same_every_time():
     x = np.full((2000, 4, 4), 128, np.uint8)
+    x[0, 0, 0] = 255
     shards = partition(np.arange(2000) % 2, 5, kind="feature", options={"change": "noise", "noise": 0.2}, seed=3)
     assert sorted(shard.change.noise for shard in shards) == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
     noisy = changed(small(x), shards).x
@@ -280,8 +281,18 @@ def test_noise_is_spread_from_none_to_the_largest_and_is_the_same_every_time():
         assert found.mean() == pytest.approx(128, abs=3)
         assert found.std() == pytest.approx(255 * shard.change.noise, rel=0.05)
     np.testing.assert_array_equal(changed(small(x), shards).x, noisy)
-    dark = changed(small(np.zeros_like(x)), shards).x
-    assert dark.max() < 255  # bytes below 0 stay at 0, and do not wrap around
+    dark = changed(small(np.where(x == 255, x, 0)), shards).x
+    assert dark[1:].max() < 255  # bytes below 0 stay at 0, and do not wrap around
+
+
+def test_noise_on_bytes_is_a_share_of_the_largest():
+    x = np.full((2000, 4, 4), 8, np.uint8)
+    x[0, 0, 0] = 16  # white, as in the digits
+    shards = partition(np.arange(2000) % 2, 2, kind="feature", options={"change": "noise", "noise": 0.1})
+    noisy = changed(small(x), shards).x
+    [loud] = [shard for shard in shards if shard.change.noise]
+    assert noisy[loud.samples].std() == pytest.approx(1.6, rel=0.05)
+    assert noisy.max() <= 16
 
 
 def test_noise_on_a_table_is_in_each_features_own_deviation():

@@ -39,7 +39,7 @@ class Change:
     """What a client's inputs went through; by default nothing."""
 
     turns: int = 0  # by 90 degrees, counter-clockwise
-    noise: float = 0.0  # its deviation, in shares of the bytes' range, or of a float feature's own deviation
+    noise: float = 0.0  # its deviation, in shares of the largest byte, or of a float feature's own deviation
     seed: int = 0  # of the noise
 
 
@@ -260,7 +260,10 @@ class Feature(Partition):
 
     change: str = option("rotation", "rotation by 90-degree steps, or noise", choices=("rotation", "noise"))
     noise: float = option(
-        0.1, "the largest deviation: of bytes as a share of 255, of floats in each feature's own", low=0.0, high=10.0
+        0.1,
+        "the largest deviation: of bytes as a share of the largest, of floats in each feature's own",
+        low=0.0,
+        high=10.0,
     )
 
     def deal(self, given: Given) -> list[Indices]:

@@ -85,7 +85,9 @@ def changed(dataset: Dataset, shards: Sequence[Shard]) -> Dataset:
             "change=noise"
         )
     if x.dtype == np.uint8:
-        unit, low, high = np.array(255.0), 0.0, 255.0
+        # The brightest is white: 255 nearly everywhere, and 16 in the digits.
+        low, high = 0.0, float(x.max())
+        unit = np.array(high)
     else:
         axes = (0, 1, 2)[: 1 if x.ndim == 2 else 3]
         unit = x.std(axis=axes, dtype=np.float64)
