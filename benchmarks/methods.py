@@ -49,17 +49,17 @@ def file_of(folder: Path, config: Config) -> Path:
     return folder / config.dataset / f"{name}-seed{config.seed}.json"
 
 
-def plain(config: Config) -> bool:
-    """Say whether a method trains by the fast path alone: such runs share a launch."""
+def launch(config: Config) -> str:
+    """Return with whom a run shares a launch: those of the fast path, of functions of their own, or in turns."""
     method, model = METHODS[config.method].configure(config.options), Model("mlp", (4,), 2)
     now = Moment(1, config.rounds, 2, config.epochs, torch.arange(2))
     items = [*method.local(model, now), *method.serve(model, now)]
     own = any(isinstance(item, Sweep) or (isinstance(item, Train) and item.loss is not None) for item in items)
-    return method.together and not own
+    return "turns" if not method.together else "own" if own else "plain"
 
 
 def run(given: argparse.Namespace) -> None:
-    """Run what is not there yet: all methods of the fast path in one launch, the others one after the other."""
+    """Run what is not there yet, all methods of a sort in one launch: ask for fewer if that takes too long."""
     names = list(METHODS) if given.methods == "all" else given.methods.split(",")
     configs = [
         Config(dataset=given.dataset, method=name, options=options, seed=seed, partition_seed=42, rounds=given.rounds,
@@ -69,9 +69,9 @@ def run(given: argparse.Namespace) -> None:
         for seed in map(int, given.seeds.split(","))
     ]  # fmt: skip
     missing = [config for config in configs if not file_of(given.out, config).exists()]
-    grouped: dict[object, list[Config]] = {}
+    grouped: dict[str, list[Config]] = {}
     for config in missing:
-        grouped.setdefault("plain" if plain(config) else (config.method, str(config.options)), []).append(config)
+        grouped.setdefault(launch(config), []).append(config)
     begun = time.perf_counter()
     groups = list(grouped.values())
     while groups:

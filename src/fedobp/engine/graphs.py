@@ -27,24 +27,27 @@ def rounded(lanes: int) -> int:
     return -(-lanes // step) * step
 
 
-def captured(run: Callable[[], None], aside: torch.cuda.Stream, pool: Any = None) -> Callable[[], None]:
+def captured(run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
     """Return what launches a function's kernels again, as one graph.
 
+    It may be replayed on this stream, or on any other while this one rests: they share libraries' scratch memory. The
+    default stream cannot be captured, and has one that stands in for it.
     An old graph that is thrown away during a capture spoils it. `torch.cuda.graph` collects all garbage beforehand,
     which takes longer than all the rest; here nobody collects any in the meantime.
     """
-    graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-    aside.wait_stream(torch.cuda.current_stream())
+    graph, collects, here = torch.cuda.CUDAGraph(), gc.isenabled(), torch.cuda.current_stream()
+    there = torch.cuda.Stream() if here == torch.cuda.default_stream() else here
+    there.wait_stream(here)
     gc.disable()
     try:
-        with torch.cuda.stream(aside):
+        with torch.cuda.stream(there):
             graph.capture_begin(*([] if pool is None else [pool]))
             run()
             graph.capture_end()
     finally:
         if collects:
             gc.enable()
-    torch.cuda.current_stream().wait_stream(aside)
+    here.wait_stream(there)
     return graph.replay
 
 
@@ -97,7 +100,6 @@ class Graphs:
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, _Buffers] = {}
-        self._aside: torch.cuda.Stream | None = None
 
     def descend(
         self, kind: Hashable, given: Any, moving: Any, plan: Mapping[str, Tensor], steps: Sequence[int], make: Make
@@ -150,13 +152,9 @@ class Graphs:
         step = buffers.step(lanes)
         if not buffers.counter.is_cuda:
             return step
-        self._aside = self._aside or torch.cuda.Stream()
-        self._aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._aside):
-            waits = _waits(step)
-        torch.cuda.current_stream().wait_stream(self._aside)
+        waits = _waits(step)
         buffers.counter.zero_()
-        return step if waits else captured(step, self._aside, buffers.pool)
+        return step if waits else captured(step, buffers.pool)
 
 
 def _waits(step: Callable[[], None]) -> bool:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 _STACK_WORK = 5e8  # floating-point operations of a CPU stack's step: larger stacks gain nothing
 _STACK_LANES = 32
 _TEST_BATCH = 256
+_STREAMS = 16
 
 T = TypeVar("T")
 Walk = Generator["Phase", "Done", tuple[Client, Tensor, int]]
@@ -64,6 +65,7 @@ class Lanes:
         self._pool = ThreadPoolExecutor(self._workers, "fedobp-lanes")
         self._costs: dict[tuple[str, torch.dtype], Cost] = {}
         self._aside: torch.cuda.Stream | None = None
+        self._streams: list[torch.cuda.Stream] = []
         self._ready: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self.counters = Counters()
 
@@ -176,13 +178,45 @@ class Lanes:
         for at in range(len(tasks)):
             go_on(at, None)
         while waiting:
-            kind = next(iter(waiting.values())).kind
-            together = [at for at, phase in waiting.items() if phase.kind == kind]
-            phases = [waiting.pop(at) for at in together]
-            work = self._fit if isinstance(phases[0].item, Train) else self._sweep
-            for at, answer in zip(together, work(phases), strict=True):
-                go_on(at, answer)
+            groups: dict[Hashable, list[int]] = {}
+            for at, phase in waiting.items():
+                groups.setdefault(phase.kind, []).append(at)
+            answers = self._side_by_side({kind: [waiting[at] for at in group] for kind, group in groups.items()})
+            waiting.clear()
+            for kind, group in groups.items():
+                for at, answer in zip(group, answers[kind], strict=True):
+                    go_on(at, answer)
         return [done[at] for at in range(len(tasks))]
+
+    def _side_by_side(self, groups: Mapping[Hashable, Sequence[Phase]]) -> dict[Hashable, list[Done]]:
+        """Carry out phases of several kinds.
+
+        On CUDA each kind has its stream, because few lanes leave most of a card idle. That is safe without further
+        care: within a wave nothing runs on the stream that called, and every walk holds what its phase reads.
+        """
+
+        def carry_out(phases: Sequence[Phase]) -> list[Done]:
+            return self._fit(phases) if isinstance(phases[0].item, Train) else self._sweep(phases)
+
+        device = next(iter(groups.values()))[0].task.people.data.x.device
+        if device.type != "cuda":
+            return {kind: carry_out(phases) for kind, phases in groups.items()}
+        self._kernels(device)  # their tables are for all streams
+        here, found = torch.cuda.current_stream(), {}
+        # Those last that ask clients whether to go on: there the host waits.
+        for kind, phases in sorted(groups.items(), key=lambda one: getattr(one[1][0].item, "more", None) is not None):
+            stream = self._stream_of(kind)
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                found[kind] = carry_out(phases)
+        for kind in groups:
+            here.wait_stream(self._stream_of(kind))
+        return found
+
+    def _stream_of(self, kind: Hashable) -> torch.cuda.Stream:
+        """Return a kind's stream, always the same: its graphs share scratch memory with all that runs there."""
+        self._streams = self._streams or [torch.cuda.Stream() for _ in range(_STREAMS)]
+        return self._streams[hash(kind) % _STREAMS]
 
     def _walk(self, task: Task, purpose: Purpose) -> Walk:
         """Run one program on its cohort; stop at every `Train` and `Sweep`, of which the outcome is sent in."""

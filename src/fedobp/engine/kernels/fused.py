@@ -165,7 +165,7 @@ class Fused:
 
             kept.graphs[lanes, repeat] = run
             if self._device.type == "cuda":
-                kept.graphs[lanes, repeat] = captured(run, torch.cuda.Stream())
+                kept.graphs[lanes, repeat] = captured(run)
         return kept.graphs[lanes, repeat]
 
     def _load(
@@ -198,6 +198,8 @@ class Fused:
             channels = data.mean.numel()
             both[0, :channels] = 1 / (data.unit * data.std.flatten())
             both[1, :channels] = data.mean.flatten() / data.std.flatten()
+            if both.is_cuda:  # once: whoever reads it next may do so on another stream
+                torch.cuda.current_stream().synchronize()
             self._scaling[id(data)] = data, both
         return self._scaling[id(data)][1]
 
