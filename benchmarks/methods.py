@@ -13,6 +13,7 @@ behind the paper's tables run in both modes. Data: $FEDOBP_DATA.
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,25 +74,23 @@ def run(given: argparse.Namespace) -> None:
     for config in missing:
         grouped.setdefault(launch(config), []).append(config)
     begun = time.perf_counter()
-    groups = list(grouped.values())
-    while groups:
-        group = groups.pop(0)
+    for group in grouped.values():
         if time.perf_counter() - begun > 60 * given.minutes:
             print(f"out of time: {len(missing)} runs were missing, start again", flush=True)
             return
         started = time.perf_counter()
-        try:
-            results = sweep(group, keep_models=False)
-        except FedobpError as error:
-            print(f"{', '.join(sorted({config.method for config in group}))}: {error}", flush=True)
-            if len(group) > 1:  # the others are none the worse for one that diverges
-                groups += [[config] for config in group]
-            continue
-        for config, result in zip(group, results, strict=True):
-            file = file_of(given.out, config)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({**result.to_json(), "options": config.options}, indent=1) + "\n")
-            print(f"{file.stem}: {result.accuracy.pooled:.2f}, last {result.last.pooled:.2f}", flush=True)
+        with tempfile.TemporaryDirectory() as place:
+            folders = [Path(place, str(run)) for run in range(len(group))]
+            try:
+                sweep(group, out=folders, keep_models=False)
+            except FedobpError as error:  # one of them; the others have finished
+                print(error, flush=True)
+            for config, folder in zip(group, folders, strict=True):
+                if (folder / "result.json").exists():
+                    file, result = file_of(given.out, config), json.loads((folder / "result.json").read_text())
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_text(json.dumps({**result, "options": config.options, "out": None}, indent=1) + "\n")
+                    print(f"{file.stem}: {mean([result], 'accuracy')}, last {mean([result], 'last')}", flush=True)
         print(f"  {len(group)} runs in {time.perf_counter() - started:.1f} s", flush=True)
 
 
@@ -138,6 +137,11 @@ def table(given: argparse.Namespace) -> None:
     print(markdown(rows))
 
 
+def points(run: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Return a run's evaluated rounds, and the pooled accuracies."""
+    return [round for round, _, _ in run["history"]], [pooled for _, pooled, _ in run["history"]]
+
+
 def curve(file: Path, lines: dict[str, list[dict[str, Any]]], beside: dict[str, list[dict[str, Any]]]) -> None:
     """Draw pooled accuracy by round: a method's runs, and in grey those of others."""
     import matplotlib
@@ -149,11 +153,11 @@ def curve(file: Path, lines: dict[str, list[dict[str, Any]]], beside: dict[str, 
     figure, axes = pyplot.subplots(figsize=(6.4, 3.2), layout="constrained")
     shades = ["0.75", "0.55", "0.35"]
     for (name, runs), shade in zip(beside.items(), shades, strict=False):
-        axes.plot(*zip(*runs[0]["history"], strict=True), color=shade, linewidth=1, label=name)
+        axes.plot(*points(runs[0]), color=shade, linewidth=1, label=name)
     for at, (name, runs) in enumerate(lines.items()):
         for run in runs:
             label = name.replace("-as-published", ", as published") if run is runs[0] else None
-            axes.plot(*zip(*run["history"], strict=True), color=f"C{at}", linewidth=1.6, label=label)
+            axes.plot(*points(run), color=f"C{at}", linewidth=1.6, label=label)
     axes.set(xlabel="round", ylabel="accuracy, per cent")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right", fontsize="small")

@@ -317,6 +317,16 @@ def test_few_clients_are_circles_whose_area_counts_samples(command, figures):
         assert area == pytest.approx(300 * counts[at] / counts.max())
 
 
+def test_dollars_in_names_are_no_formulas(command, figures):
+    Path("here").mkdir()
+    labels = np.array(["$$", "$0-$50k", "$x^2_{$"] * 20)
+    np.savez("here/a$_$.npz", x=np.arange(60, dtype=np.float32)[:, None], y=labels)
+    asked = ("--dataset", "a$_$", "--data-dir", "here", "--partition", "iid", "--clients", 2)
+    said = command("partition", *asked, "--plot", "names.png")
+    assert (said.code, said.err) == (0, "")
+    assert [text.get_text() for text in figures[0].axes[0].get_yticklabels()] == ["$$", "$0-$50k", "$x^2_{$"]
+
+
 def test_many_clients_are_a_heat_map_in_the_order_of_their_labels(command, figures):
     arguments = ("--clients", 200, "--partition", "dirichlet-equal", "--holdout-clients", 50)
     said = command("partition", *arguments, "--plot", "many.svg")

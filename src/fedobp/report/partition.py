@@ -178,9 +178,11 @@ def plot(dataset: Dataset, shards: Sequence[Shard], path: Path, title: str) -> N
         image = cells.imshow(np.ma.masked_equal(counts.T, 0), aspect="auto", cmap="YlGnBu", norm="log",
                              interpolation="nearest", origin="lower")  # fmt: skip
         figure.colorbar(image, ax=cells, label="samples (white: none)", pad=0.01)
-    cells.set(ylabel="label", title=title, ylim=(-0.6, labels - 0.4), xlim=(-0.6, clients - 0.4))
+    cells.set(ylabel="label", ylim=(-0.6, labels - 0.4), xlim=(-0.6, clients - 0.4))
+    # Names may have dollars in them, which are no formulas.
+    cells.set_title(title, parse_math=False)
     if labels <= 30:
-        cells.set_yticks(range(labels), [_short(str(label)) for label in dataset.labels])
+        cells.set_yticks(range(labels), [_short(str(label)) for label in dataset.labels], parse_math=False)
     found = measures(counts)
     trained = np.array([len(shard.train) + len(shard.val) for shard in shards])
     _bars(sizes, trained, color=_DARK, label="train")
