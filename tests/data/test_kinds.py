@@ -158,6 +158,11 @@ def test_shards_have_few_labels_and_equal_sizes(per_client):
     assert held.mean() > min(per_client, 4) - 0.5
 
 
+def test_more_shards_than_samples_are_refused():
+    with pytest.raises(FedobpError, match=r"60,000 samples are fewer than 70000 for each of 1 clients: .* per_client"):
+        partition(LABELS, 1, kind="shards", options={"per_client": 70_000})
+
+
 def test_shards_across_the_border_of_two_labels_have_both():
     y = np.repeat([0, 1], 15)
     found = counts(y, partition(y, 3, kind="shards", options={"per_client": 1}))

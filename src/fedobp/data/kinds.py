@@ -173,7 +173,7 @@ class Shards(Partition):
     def deal(self, given: Given) -> list[Indices]:
         """Sort, cut and draw lots."""
         y, clients = given.y, given.clients
-        _enough(y, clients, max(2, self.per_client))
+        _enough(y, clients, max(2, self.per_client), "use fewer --clients, or a smaller --partition-set per_client=...")
         random = default_rng(given.seed)
         mixed = random.permutation(len(y))
         pieces = np.array_split(mixed[np.argsort(y[mixed], kind="stable")], clients * self.per_client)
@@ -322,11 +322,9 @@ def _finite(shares: NDArray[np.float64], alpha: float) -> NDArray[np.float64]:
     return shares
 
 
-def _enough(y: Indices, clients: int, each: int) -> None:
+def _enough(y: Indices, clients: int, each: int, instead: str = "use fewer --clients") -> None:
     if len(y) < each * clients:
-        raise FedobpError(
-            f"{len(y):,} samples are fewer than {each} for each of {clients} clients: use fewer --clients"
-        )
+        raise FedobpError(f"{len(y):,} samples are fewer than {each} for each of {clients} clients: {instead}")
 
 
 def _sizes(total: int, parts: int) -> Indices:
