@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fedobp.data import Info, bring, data_dir, describe, load, names
+from fedobp.data.datasets import parse
 from fedobp.errors import FedobpError
 
 TABLE = np.arange(24, dtype=np.float32).reshape(8, 3)
@@ -322,8 +323,16 @@ def test_a_zip_of_other_things_has_no_x(folder, tmp_path):
 
 
 def test_a_known_dataset_without_a_file_says_how_to_get_it(folder):
-    with pytest.raises(FedobpError, match=r"'cifar10' is not in .*data: run `fedobp data fetch cifar10`"):
+    sentence = r"'cifar10' is not in .*data: run `fedobp data fetch cifar10 --data-dir .*data`"
+    with pytest.raises(FedobpError, match=sentence):
         load("cifar10", folder)
+
+
+def test_images_with_their_channels_first_are_refused():
+    y = np.arange(6) % 2
+    with pytest.raises(FedobpError, match=r"shape \(6, 3, 8, 8\), which has its channels first: .*transpose"):
+        parse("mine", {"x": np.zeros((6, 3, 8, 8), np.uint8), "y": y})
+    assert parse("mine", {"x": np.zeros((6, 3, 8, 3), np.uint8), "y": y}).x.shape == (6, 3, 8, 3)
 
 
 @pytest.mark.parametrize("ask", [load, describe])

@@ -453,7 +453,7 @@ def test_fetching_takes_the_installed_fashion_mnist(debian, server, folder):
 
 def test_half_an_installation_counts_as_none(debian, server, folder):
     (debian / "train-images-idx3-ubyte.gz").unlink()
-    with pytest.raises(FedobpError, match=r"'fmnist' is not in .*: run `fedobp data fetch fmnist`"):
+    with pytest.raises(FedobpError, match=r"'fmnist' is not in .*: run `fedobp data fetch fmnist --data-dir .*`"):
         load("fmnist", folder)
     fetch(["fmnist"], folder)
     assert len(server.asked) == 4

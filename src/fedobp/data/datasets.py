@@ -154,6 +154,11 @@ def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
             f"dataset '{name}' has x of shape {x.shape} and y of shape {y.shape}: x must be [N, features], [N, H, W] "
             "or [N, H, W, channels], and y [N]"
         )
+    if x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[3] > 4:
+        raise FedobpError(
+            f"dataset '{name}' has x of shape {x.shape}, which has its channels first: they must come last, as in "
+            "x.transpose(0, 2, 3, 1)"
+        )
     if x.dtype != np.uint8:
         if not np.issubdtype(x.dtype, np.floating):
             raise FedobpError(f"dataset '{name}' has x of type {x.dtype}: convert it to uint8 or float32")
@@ -240,8 +245,8 @@ def _open(name: str, folder: Path) -> dict[str, NDArray[Any]]:
     files = installed(name)
     if not files:
         raise FedobpError(
-            f"dataset '{name}' is not in {folder}: run `fedobp data fetch {name}`, or point --data-dir to where "
-            f"{name}.npz is"
+            f"dataset '{name}' is not in {folder}: run `fedobp data fetch {name} --data-dir {folder}`, or point "
+            f"--data-dir to where {name}.npz is"
         )
     return read(name, files)
 
