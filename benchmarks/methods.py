@@ -64,7 +64,7 @@ def run(given: argparse.Namespace) -> None:
     names = list(METHODS) if given.methods == "all" else given.methods.split(",")
     configs = [
         Config(dataset=given.dataset, method=name, options=options, seed=seed, partition_seed=42, rounds=given.rounds,
-               clients=100, alpha=ALPHA, protocol="paper", sampling="published", eval_every=20, finetune_epochs=5,
+               clients=100, alpha=ALPHA, protocol="paper", sampling="published", eval_every=50, finetune_epochs=5,
                save_models="none", precision=given.precision, device=given.device, data_dir=str(data_dir()))
         for name, options in variants(names)
         for seed in map(int, given.seeds.split(","))
