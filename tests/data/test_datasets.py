@@ -328,6 +328,15 @@ def test_a_known_dataset_without_a_file_says_how_to_get_it(folder):
         load("cifar10", folder)
 
 
+def test_a_damaged_file_of_a_known_dataset_can_be_fetched_again(folder):
+    folder.mkdir()
+    (folder / "mnist.npz").write_bytes(b"half of it")
+    with pytest.raises(
+        FedobpError, match=r"mnist\.npz cannot be read .*, or remove it and run `fedobp data fetch mnist`$"
+    ):
+        load("mnist", folder)
+
+
 def test_images_with_their_channels_first_are_refused():
     y = np.arange(6) % 2
     with pytest.raises(FedobpError, match=r"shape \(6, 3, 8, 8\), which has its channels first: .*transpose"):

@@ -303,7 +303,9 @@ def _unreadable(path: Path, error: Exception) -> FedobpError:
         reason = "it holds pickled objects, which are never read"
     else:
         reason = f"damaged or incomplete: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-    return FedobpError(f"{path} cannot be read as an npz file of plain arrays ({reason}): save it anew")
+    fetched = path.stem in KNOWN
+    remedy = f"save it anew, or remove it and run `fedobp data fetch {path.stem}`" if fetched else "save it anew"
+    return FedobpError(f"{path} cannot be read as an npz file of plain arrays ({reason}): {remedy}")
 
 
 def _digits() -> Dataset:
