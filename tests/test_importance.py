@@ -84,8 +84,15 @@ def test_scores_are_found_by_their_names():
 # Squared gradients
 
 
+IMAGE = (1, 8, 8)
+
+
+@pytest.mark.usefixtures("networks")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("name", "shape"), [("mlp", (6,)), ("cnn-small", (1, 8, 8))])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("mlp", (6,)), ("cnn-small", IMAGE), ("residual", IMAGE), ("products", IMAGE), ("without-bias", IMAGE)],
+)
 def test_squared_gradients_are_summed_over_the_samples_that_are_real(name, shape, dtype):
     model, draw = Model(name, shape, 3), torch.Generator().manual_seed(1)
     thetas = torch.stack([model.initial(seed) for seed in (0, 1)]).to(dtype)

@@ -19,6 +19,8 @@ from torch.nn import functional
 
 from fedobp.models import Model
 
+Tensors = dict[str, Tensor]
+
 
 def squared(own: Tensor, shared: Tensor) -> Tensor:
     """Eq. 19: (theta_i - theta_g)^2, the first-order Taylor term with the gradient read off the aggregation."""
@@ -54,19 +56,34 @@ class Samples(Protocol):
 def squared_gradients(model: Model, theta: Tensor, batch: Samples) -> Tensor:
     """Eq. 6 before its mean: the sum over real samples of the squared gradient of log p(y | x), entry by entry.
 
-    Gradients are those of the tensors: through views of one vector, each of them would be as long as the vector.
+    Gradients are those of the tensors: through views of one vector, each of them would be as long as the vector. Linear
+    layers have most entries, and need none: their squares are (outputs' gradients)^2 times (inputs)^2.
     """
+    tensors = model.layout.views(theta)
+    rest = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in model.linear}
+    pushes = {name: torch.zeros_like(tensors[f"{name}.weight"][:, 0]) for name in model.linear}
 
-    def loss(tensors: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return functional.cross_entropy(model.apply(tensors, x[None]), y[None])
+    def loss(rest: Tensors, pushes: Tensors, x: Tensor, y: Tensor) -> tuple[Tensor, Tensors]:
+        logits, fed = model.probed({**tensors, **rest}, pushes, x[None])
+        return functional.cross_entropy(logits, y[None]), {name: inputs[0] for name, inputs in fed.items()}
 
-    each = vmap(grad(loss), in_dims=(None, 0, 0))(model.layout.views(theta), batch.x, batch.y)
+    each_of = vmap(grad(loss, argnums=(0, 1), has_aux=True), in_dims=(None, None, 0, 0))
+    (each, pushed), fed = each_of(rest, pushes, batch.x, batch.y)
 
-    def total(squares: Tensor) -> Tensor:
-        weight = batch.weight.view(-1, *[1] * (squares.ndim - 1))
-        return (squares * weight).sum(dim=0)  # a matrix product would round to bfloat16 in such a run
+    def total(gradients: Tensor) -> Tensor:
+        weight = batch.weight.view(-1, *[1] * (gradients.ndim - 1))
+        return (gradients.square() * weight).sum(dim=0)
 
-    return model.layout.flatten({name: total(one.square()) for name, one in each.items()})
+    squares = {name: total(one) for name, one in each.items()}
+    for name in model.linear:
+        squares[f"{name}.bias"] = total(pushed[name])
+        # Sample by sample, and no matrix product: that one breaks ties, on which thresholds depend.
+        weight = torch.zeros_like(tensors[f"{name}.weight"])
+        pairs = pushed[name].square() * batch.weight[:, None], fed[name].to(weight.dtype).square()
+        for outputs, inputs in zip(*(values.unbind() for values in pairs), strict=True):
+            weight = torch.addcmul(weight, outputs[:, None], inputs[None])
+        squares[f"{name}.weight"] = weight
+    return model.layout.flatten({name: squares[name] for name in model.layout.names})
 
 
 def smooth(score: Tensor, before: Tensor, known: Tensor, ema: float) -> Tensor:

@@ -13,6 +13,7 @@ from fedobp.errors import FedobpError, unknown
 from fedobp.models.layout import Inside, Layout
 from fedobp.models.nets import NETS, register
 from fedobp.models.norms import Norm, is_statistic, norms_of, pure, statistics_of
+from fedobp.models.probes import Probe, linear_layers, probed
 
 __all__ = ["NETS", "Inside", "Layout", "Model", "is_statistic", "register"]
 
@@ -26,6 +27,7 @@ class Model:
         self.name, self.shape, self.classes = name, tuple(shape), classes
         module = self._build(seed=0)
         self._check(module)
+        self.linear = linear_layers(module, torch.zeros(2, *self.shape))
         self.structure, self._threads = pure(module), threading.local()
         tensors = _tensors(module)
         self.layout = Layout(tuple(tensors), tuple(tuple(tensor.shape) for tensor in tensors.values()))
@@ -79,6 +81,22 @@ class Model:
             self._threads.base.classifier = nn.Identity()
         base = {name: tensor for name, tensor in self.layout.views(theta).items() if not self.layout.in_head(name)}
         return cast(Tensor, functional_call(self._threads.base, base, (x,)))
+
+    def probed(
+        self, tensors: Mapping[str, Tensor], pushes: Mapping[str, Tensor], x: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the outputs with pushes added to those of the layers in `linear`, and what each of these was fed."""
+        if not hasattr(self._threads, "probed"):
+            self._threads.probed = probed(deepcopy(self.structure), self.linear)
+        module = self._threads.probed
+        given = {**tensors, **{f"{name}.push": push for name, push in pushes.items()}}
+        layers = {name: cast(Probe, module.get_submodule(name)) for name in self.linear}
+        try:
+            logits = cast(Tensor, functional_call(module, given, (x,)))
+            return logits, {name: layer.fed for name, layer in layers.items()}
+        finally:
+            for layer in layers.values():
+                layer.fed = torch.zeros(0)
 
     def head(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Return the classifier's weight [..., classes, features] and bias [..., classes]."""
