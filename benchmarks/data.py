@@ -7,17 +7,16 @@ Everything is made up here, in the official formats and sizes, so nothing is dow
 
 import gzip
 import hashlib
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from serial import median_seconds
 
 from fedobp import Config, Federation
 from fedobp.data import KNOWN, fetch, load, partition
@@ -27,22 +26,12 @@ EMNIST_TRAIN = 697_932
 EMNIST_BYTES = KNOWN["emnist"].samples * 28 * 28
 
 
-def seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """Return the median time of a piece of work."""
-    times = []
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times)
-
-
 def opening(folder: Path) -> None:
     """Open CIFAR10 after the first time."""
     images = np.random.default_rng(0).integers(0, 256, (60_000, 32, 32, 3), dtype=np.uint8)
     np.savez(folder / "cifar10.npz", x=images, y=np.arange(60_000) % 10, n_train=50_000)
     del images
-    taken = seconds(lambda: load("cifar10", folder), repeats=20)
+    taken = median_seconds(lambda: load("cifar10", folder), repeats=20)
     print(f"open CIFAR10: {taken * 1e3:.1f} ms (aim: below 50)")
 
 
@@ -50,7 +39,7 @@ def dealing() -> None:
     """Deal 60,000 samples to 1,000 clients."""
     y = np.arange(60_000) % 10
     for kind in ("iid", "dirichlet-equal"):
-        taken = seconds(lambda kind=kind: partition(y, 1_000, kind=kind))  # type: ignore[misc]
+        taken = median_seconds(lambda kind=kind: partition(y, 1_000, kind=kind))  # type: ignore[misc]
         print(f"deal 60,000 samples to 1,000 clients, {kind}: {taken:.2f} s (aim: below 1)")
 
 

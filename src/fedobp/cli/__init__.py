@@ -294,11 +294,10 @@ def partition(
     if plot:
         draw(dataset, shards, plot, title(config))
         lines.append(f"Picture: {plot}")
+    found = save_partition(save, dataset, shards, config.dealt) if save else digest(dataset, shards)
     if save:
-        save_partition(save, dataset, shards, config.dealt)
         place = f" --data-dir {given['data_dir']}" if "data_dir" in given else ""
         lines.append(f"Saved. Next: fedobp run --dataset {config.dataset}{place} --partition-file {save}")
-    found = digest(dataset, shards)
     if as_json:
         show({**facts(dataset, shards), "hash": found})
     else:

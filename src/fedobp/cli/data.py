@@ -98,7 +98,7 @@ def data_import(
 
 
 @data.command("show")
-def datashow(name: str, *, data_dir: DataDir = None, as_json: Json = False) -> None:
+def data_show(name: str, *, data_dir: DataDir = None, as_json: Json = False) -> None:
     """Show one dataset's sizes, and whether it is there."""
     from fedobp import data as room
     from fedobp.report.tables import datasets_table
