@@ -24,6 +24,7 @@ import torch
 from fedobp import Config, FedobpError, sweep
 from fedobp.algorithms import METHODS, Moment, Sweep, Train
 from fedobp.data import data_dir
+from fedobp.federation import Progress
 from fedobp.models import Model
 
 RESULTS = Path(__file__).parent / "results"
@@ -75,15 +76,21 @@ def run(given: argparse.Namespace) -> None:
         grouped.setdefault(launch(config), []).append(config)
     begun = time.perf_counter()
     for group in grouped.values():
-        if time.perf_counter() - begun > 60 * given.minutes:
-            print(f"out of time: {len(missing)} runs were missing, start again", flush=True)
-            return
         started = time.perf_counter()
+
+        def told(at: Progress, started: float = started) -> None:
+            if at.run or at.round % 50:
+                return
+            took, left = time.perf_counter() - started, 60 * given.minutes - (time.perf_counter() - begun)
+            print(f"  round {at.round} of {at.rounds} after {took:.0f} s", flush=True)
+            if took / at.round * (at.rounds - at.round) > left:
+                raise FedobpError("they would not end in time: ask for fewer methods at once")
+
         with tempfile.TemporaryDirectory() as place:
             folders = [Path(place, str(run)) for run in range(len(group))]
             try:
-                sweep(group, out=folders, keep_models=False)
-            except FedobpError as error:  # one of them; the others have finished
+                sweep(group, out=folders, keep_models=False, progress=told)
+            except FedobpError as error:  # all, if there is no time; or one of them, and the others have finished
                 print(error, flush=True)
             for config, folder in zip(group, folders, strict=True):
                 if (folder / "result.json").exists():
@@ -205,7 +212,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=400)
     parser.add_argument("--precision", default=None)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--minutes", type=float, default=1e9, help="start nothing after so many")
+    parser.add_argument("--minutes", type=float, default=1e9, help="give up what would end later")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     {"run": run, "table": table, "pages": pages}[given.section](given)
