@@ -7,6 +7,7 @@ from lanes_cases import BATCH, CLIENTS, TRAIN, metrics, same
 
 from fedobp import Config, Federation, FedobpError, sweep
 from fedobp.algorithms import METHODS
+from fedobp.engine.vectorised import Vectorised
 from fedobp.federation import cohorts
 
 pytestmark = pytest.mark.usefixtures("networks")
@@ -86,8 +87,10 @@ def test_every_method_equals_the_oracle(method, options, tmp_path):
 
 
 @pytest.mark.usefixtures("ragged")
+@pytest.mark.parametrize("form", ["cpu", "cuda"])
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_equals_the_oracle_with_a_cnn(method):
+def test_every_method_equals_the_oracle_with_a_cnn(method, form, monkeypatch):
+    monkeypatch.setattr(Vectorised, "model_on", lambda self, device: self._models[form])  # the card's form, on the CPU
     settings = {**RAGGED, "model": "cnn-small", "rounds": 3, "eval_every": 3}
     lanes, serial = (Federation(Config(**settings, engine=engine)).run(method) for engine in ("lanes", "serial"))
     same(lanes, serial)

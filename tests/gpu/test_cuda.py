@@ -290,8 +290,8 @@ def test_training_does_not_wait_once_its_graphs_are_made(name, phases):
         engine.prepare(coming)
 
 
-# FedALA asks its clients after every epoch whether to go on.
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "fedala"])
+# FedALA asks its clients after every epoch whether to go on, and FedPAC's server whether all problems are solved.
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("fedala", "fedpac")])
 def test_a_whole_round_does_not_wait(method):
     """Send, train, receive and keep, with the next round's order beside it; evaluation may wait."""
     model, data = made("cnn-small"), federated(DEVICE, torch.float32)
@@ -302,14 +302,17 @@ def test_a_whole_round_does_not_wait(method):
     people, engine = Population(data, start.own, theta, 5, Budget()), Lanes(model, BATCH)
     hp = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, **chosen.floats()}
 
+    everyone = torch.arange(CLIENTS)
+
     def play(round):
         nonlocal server
-        now = Moment(round, 9, CLIENTS, 2, torch.arange(CLIENTS))
-        down, sent = chosen.send(model, now, server, rows.gather(range(CLIENTS)))
-        [answer] = engine.train([Task(people, now, chosen.local(model, now), down, hp)])
-        server, kept = chosen.receive(model, now, server, sent, answer.up, answer.n)
-        rows.scatter(range(CLIENTS), kept)
-        later = replace(now, round=round + 1)
+        for cohort in [everyone] if chosen.together else everyone.split(1):
+            now = Moment(round, 9, CLIENTS, 2, cohort)
+            down, sent = chosen.send(model, now, server, rows.gather(cohort.tolist()))
+            [answer] = engine.train([Task(people, now, chosen.local(model, now), down, hp)])
+            server, kept = chosen.receive(model, now, server, sent, answer.up, answer.n)
+            rows.scatter(cohort.tolist(), kept)
+        later = Moment(round + 1, 9, CLIENTS, 2, everyone if chosen.together else everyone[:1])
         engine.prepare([Task(people, later, chosen.local(model, later), {}, hp)])
 
     for round in (1, 2):

@@ -121,7 +121,7 @@ class Lanes:
     def predict(self, task: Task, theta: Tensor, split: Split, beside: Tensors | None = None) -> list[Tensor]:
         """Return the labels that each client's model gives to its samples, on the CPU."""
         data, clients, device = task.people.data, task.now.cohort, theta.device
-        special = partial(task.predict, self._model) if task.predict and beside else None
+        special = partial(task.predict, self._functions.model_on(device)) if task.predict and beside else None
         sizes = [data.size(client, split) for client in clients.tolist()]
         found = torch.zeros(len(sizes), max(sizes), dtype=torch.int64, device=device)
 

@@ -5,18 +5,17 @@ as it is (`torch.func.vmap`), which is right for all and fast for few. Inputs ar
 [lanes, ...], outputs [lanes, samples, classes].
 
 Between the layers images keep whatever order suits the convolution. On the CPU that is one grouped convolution in
-channels-last order; on CUDA, where cuDNN runs a grouped convolution one group after the other, patches are copied out
-and a batched matrix product does the rest (docs/performance.md has the measurements).
+channels-last order, on CUDA a product of patches and kernels (`patches`).
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn import functional
 
+from fedobp.engine.patches import convolved, fits
 from fedobp.models import Model
 
 Forward = Callable[[Mapping[str, Tensor], Tensor], Tensor]
@@ -66,74 +65,14 @@ class Columns:
     @staticmethod
     def convolve(layer: nn.Conv2d, image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Apply a layer with each lane's weights."""
-        assert not isinstance(layer.padding, str)
-        down, right = layer.padding
         rows = image.permute(0, 2, 3, 1).unflatten(0, (len(weight), -1))
-        if down or right:
-            rows = functional.pad(rows, (0, 0, right, right, down, down))
-        bias = weight.new_zeros(weight.shape[:2]) if bias is None else bias
-        out: Tensor = _PatchProduct.apply(rows.contiguous(), weight, bias)  # type: ignore[no-untyped-call]
-        return out.flatten(0, 1).permute(0, 3, 1, 2)
+        assert not isinstance(layer.padding, str)
+        return convolved(layer.padding, rows, weight, bias).flatten(0, 1).permute(0, 3, 1, 2)
 
     @staticmethod
     def leave(image: Tensor, lanes: int) -> Tensor:
         """Return images as vectors [lanes, samples, entries]."""
         return image.reshape(lanes, len(image) // lanes, -1)
-
-
-class _PatchProduct(torch.autograd.Function):
-    """A convolution of stride 1 as a product of patches and kernels: images [L, B, H, W, C], weights [L, O, C, k, m].
-
-    The patches' width is rounded up to a multiple of 8 (zeros), which tensor cores want. The weights' gradient is a
-    sum over all positions of all samples: taken sample by sample and then added, or a few lanes would occupy a few of
-    the device's many processors.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, image: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        lanes, samples, height, width, channels = image.shape
-        outputs, tall, wide = weight.shape[1], weight.shape[3], weight.shape[4]
-        rows, columns = height - tall + 1, width - wide + 1
-        used = tall * wide * channels
-        padded = -(-used // 8) * 8
-        patches = image.new_empty(lanes, samples, rows, columns, padded)
-        patches[..., used:] = 0
-        source, target, across = image, patches[..., :used], wide * channels
-        if padded == used and channels * image.element_size() % 16 == 0:
-            # A copy moves one element at a time: let it move 16 bytes.
-            source, target = (tensor.view(torch.complex128) for tensor in (source, target))
-            across = across * image.element_size() // 16
-        steps = source.stride()
-        overlapping = source.as_strided((lanes, samples, rows, columns, tall, across), (*steps[:4], steps[2], 1))
-        target.unflatten(-1, (tall, across)).copy_(overlapping)
-        patches = patches.flatten(1, 3)
-        kernels = weight.permute(0, 3, 4, 2, 1).reshape(lanes, used, outputs)
-        kernels = functional.pad(kernels, (0, 0, 0, padded - used)) if padded > used else kernels
-        ctx.save_for_backward(patches, kernels)
-        ctx.shapes = image.shape, weight.shape
-        return torch.baddbmm(bias[:, None], patches, kernels).view(lanes, samples, rows, columns, outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, Tensor, Tensor]:
-        patches, kernels = ctx.saved_tensors
-        (lanes, samples, height, width, channels), (_, outputs, _, tall, wide) = ctx.shapes
-        used = tall * wide * channels
-        rows, columns = height - tall + 1, width - wide + 1
-        gradient = gradients[0].reshape(lanes, samples * rows * columns, outputs)
-        by_sample = (lanes * samples, rows * columns, -1)
-        products = torch.bmm(patches.view(by_sample).transpose(1, 2), gradient.view(by_sample))
-        weight = products.unflatten(0, (lanes, samples)).sum(dim=1)[:, :used]
-        weight = weight.view(lanes, tall, wide, channels, outputs).permute(0, 4, 3, 1, 2)
-        bias = gradient.sum(dim=1)
-        if not ctx.needs_input_grad[0]:
-            return None, weight, bias
-        back = torch.bmm(gradient, kernels[:, :used].transpose(1, 2))
-        back = back.view(lanes, samples, rows, columns, tall, wide, channels)
-        image = gradient.new_zeros(lanes, samples, height, width, channels)
-        for row in range(tall):
-            for column in range(wide):
-                image[:, :, row : row + rows, column : column + columns] += back[:, :, :, :, row, column]
-        return image, weight, bias
 
 
 def stacked(model: Model, form: type[Grouped] | type[Columns]) -> Forward:
@@ -188,8 +127,7 @@ def _sequence(model: Model, form: type[Grouped] | type[Columns]) -> list[tuple[s
                 return None
         elif type(layer) is nn.Conv2d:
             simple = layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-            unit = layer.stride == layer.dilation == (1, 1)
-            if flat or not simple or (form is Columns and not unit):
+            if flat or not simple or (form is Columns and not fits(layer)):
                 return None
         elif type(layer) not in (*_ELEMENTWISE, *_POOLS) or (flat and isinstance(layer, _POOLS)):
             return None

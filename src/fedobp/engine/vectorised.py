@@ -17,6 +17,7 @@ from fedobp.algorithms import Batch, Client, Tensors
 from fedobp.data import FederatedData
 from fedobp.engine.fit import Make, Rule, Step, descend, move, scaled
 from fedobp.engine.graphs import Graphs
+from fedobp.engine.patches import patched
 from fedobp.engine.phases import Lane, rule_of, scaling_of, stacked_home
 from fedobp.engine.schedule import SUBSET, batches_of, orders, step_key
 from fedobp.engine.serial import without_norms
@@ -30,7 +31,12 @@ class Vectorised:
     """Runs functions of one lane on stacks of lanes."""
 
     def __init__(self, model: Model, batch: int, low: bool, graphs: Graphs) -> None:
-        self._model, self._batch, self._low, self._graphs = model, batch, low, graphs
+        self._batch, self._low, self._graphs = batch, low, graphs
+        self._models = {"cpu": model, "cuda": patched(model)}
+
+    def model_on(self, device: torch.device) -> Model:
+        """Return the form of the model that suits a device."""
+        return self._models[device.type]
 
     def fit(
         self, lanes: Sequence[Lane], rows: Sequence[Sequence[Tensor]], ids: Tensor, counts: Tensor
@@ -39,19 +45,19 @@ class Vectorised:
 
         That is for a loss of the method's own, and for BatchNorm, which has statistics to move.
         """
-        item, layout = lanes[0].phase.item, self._model.layout
-        loss_of, first = item.loss, item.learn[0]
+        item, model = lanes[0].phase.item, self.model_on(ids.device)
+        layout, loss_of, first = model.layout, item.loss, item.learn[0]
 
         def one(learned: Tensors, homes: dict[str, Any], batch: Batch) -> Any:
             if loss_of is not None:
                 client = Client(**{**homes, "work": {**homes["work"], **learned}}, up={})
-                return loss_of(self._model, client, batch), ()
-            logits, statistics = self._model.trained(learned[first], batch.x, batch.weight)
+                return loss_of(model, client, batch), ()
+            logits, statistics = model.trained(learned[first], batch.x, batch.weight)
             return batch.mean(functional.cross_entropy(logits, batch.y, reduction="none")), statistics
 
         step_of: Callable[..., Any] = vmap(grad_and_value(one, has_aux=True))
         if loss_of is not None:
-            without_norms(self._model)
+            without_norms(model)
             homes = {home: stacked_home(lanes, home) for home in _HOMES}
             learned = {name: homes["work"].pop(name) for name in item.learn}
         else:
@@ -103,6 +109,7 @@ class Vectorised:
         """Take a stack through a sweep: return `work` after it, each lane's epochs, and the slots taken."""
         item, data = lanes[0].phase.item, [lane.phase.task.people.data for lane in lanes]
         samples, device, keys = data[0], data[0].x.device, keys_of(lanes)
+        model = self.model_on(device)
         homes = {home: stacked_home(lanes, home) for home in _HOMES}
         work = homes.pop("work")
         chosen = None
@@ -111,10 +118,10 @@ class Vectorised:
             chosen = orders(keys, all_of, [1] * len(lanes), max(all_of), 1, SUBSET).positions[:, 0]
 
         def one(work: Tensors, homes: dict[str, Any], batch: Batch) -> Any:
-            return item.step(self._model, Client(**homes, work=work, up={}), batch).work
+            return item.step(model, Client(**homes, work=work, up={}), batch).work
 
         def more(work: Tensors, homes: dict[str, Any]) -> Any:
-            return item.more(self._model, Client(**homes, work=work, up={}))
+            return item.more(model, Client(**homes, work=work, up={}))
 
         step_of: Callable[..., Any] = vmap(one)
 
@@ -126,13 +133,14 @@ class Vectorised:
                 with self.autocast(batch.x):
                     after = step_of(work, homes, batch)
                 goes = alive & (now["counts"] > 0)
-                # All are computed before any is changed: one may be another one's old value.
-                new = {
-                    name: torch.where(goes.view(-1, *[1] * (values.ndim - 1)), values, work[name])
-                    for name, values in after.items()
-                }
-                for name, values in new.items():
-                    work[name].copy_(values)
+                # What has not changed is left alone. One may be another one's old value: then it is copied first.
+                held = {values.untyped_storage().data_ptr() for values in work.values()}
+                changed = {name: values for name, values in after.items() if values is not work[name]}
+                for name, values in changed.items():
+                    changed[name] = values.clone() if values.untyped_storage().data_ptr() in held else values
+                for name, values in changed.items():
+                    here, old = goes.view(-1, *[1] * (values.ndim - 1)), work[name]
+                    torch.where(here, values.to(old.dtype), old, out=old)
 
             return step
 

@@ -1,8 +1,8 @@
 """Models: ordinary modules, each seen by the rest of the library as one flat vector with a layout."""
 
 import threading
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
 from typing import cast
 
 import torch
@@ -69,6 +69,12 @@ class Model:
             module.to(device=theta.device, dtype=theta.dtype)
             self.load(module, theta)
         return module
+
+    def like(self, change: Callable[[nn.Module], nn.Module]) -> "Model":
+        """Return a model with the same vectors, whose layers have been changed."""
+        other = copy(self)
+        other.structure, other._threads = change(deepcopy(self.structure)), threading.local()
+        return other
 
     def logits(self, theta: Tensor, x: Tensor) -> Tensor:
         """Return the outputs of the network whose parameters are `theta`: a pure function, for custom losses."""

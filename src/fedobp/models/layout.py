@@ -61,9 +61,10 @@ class Layout:
 
     def views(self, theta: Tensor) -> dict[str, Tensor]:
         """Return the tensors as views of a vector; leading axes stay in front."""
+        pieces = theta.split(self.sizes, dim=-1)  # whose gradient is written once, and not once for each of them
         return {
-            name: theta[..., where].reshape((*theta.shape[:-1], *shape))
-            for (name, where), shape in zip(self.slices.items(), self.shapes, strict=True)
+            name: piece.reshape((*theta.shape[:-1], *shape))
+            for name, piece, shape in zip(self.names, pieces, self.shapes, strict=True)
         }
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:

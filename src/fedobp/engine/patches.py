@@ -1,0 +1,154 @@
+"""Convolutions as products of patches and kernels, lane by lane: what CUDA does fast where every lane has its weights.
+
+cuDNN runs a grouped convolution one group after the other. Here patches are copied out once, and a batched matrix
+product does the rest (docs/performance.md has the measurements).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedobp.models import Model
+
+
+class PatchProduct(torch.autograd.Function):
+    """A convolution of stride 1: images [L, B, H, W, C], weights [L, O, C, k, m], biases [L, O].
+
+    Returns outputs [L, B, rows, columns, O], and for the way back patches and kernels. The patches' width is rounded up
+    to a multiple of 8 (zeros), which tensor cores want. The weights' gradient is a sum over all positions of all
+    samples: taken sample by sample and then added, or a few lanes would occupy a few of the device's many processors.
+    """
+
+    @staticmethod
+    def forward(image: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Copy the patches out, and multiply."""
+        lanes, samples, height, width, channels = image.shape
+        outputs, tall, wide = weight.shape[1], weight.shape[3], weight.shape[4]
+        rows, columns = height - tall + 1, width - wide + 1
+        used = tall * wide * channels
+        padded = -(-used // 8) * 8
+        patches = image.new_empty(lanes, samples, rows, columns, padded)
+        patches[..., used:] = 0
+        source, target, across = image.contiguous(), patches[..., :used], wide * channels
+        if padded == used and channels * image.element_size() % 16 == 0:
+            # A copy moves one element at a time: let it move 16 bytes.
+            source, target = (tensor.view(torch.complex128) for tensor in (source, target))
+            across = across * image.element_size() // 16
+        steps = source.stride()
+        overlapping = source.as_strided((lanes, samples, rows, columns, tall, across), (*steps[:4], steps[2], 1))
+        target.unflatten(-1, (tall, across)).copy_(overlapping)
+        patches = patches.flatten(1, 3)
+        kernels = weight.permute(0, 3, 4, 2, 1).reshape(lanes, used, outputs)
+        kernels = functional.pad(kernels, (0, 0, 0, padded - used)) if padded > used else kernels
+        out = torch.baddbmm(bias[:, None], patches, kernels)
+        return out.view(lanes, samples, rows, columns, outputs), patches, kernels
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep what the way back needs."""
+        _, patches, kernels = output
+        ctx.mark_non_differentiable(patches, kernels)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(patches, kernels)
+        ctx.shapes = inputs[0].shape, inputs[1].shape
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of images, if they are asked for, weights and biases."""
+        if gradients[0] is None:  # nobody uses the outputs
+            return None, None, None
+        patches, kernels = ctx.saved_tensors
+        (lanes, samples, height, width, channels), (_, outputs, _, tall, wide) = ctx.shapes
+        used = tall * wide * channels
+        rows, columns = height - tall + 1, width - wide + 1
+        with torch.autocast(patches.device.type, enabled=False):  # all has the products' type already
+            gradient = gradients[0].reshape(lanes, samples * rows * columns, outputs)
+            by_sample = (lanes * samples, rows * columns, -1)
+            products = torch.bmm(patches.reshape(by_sample).transpose(1, 2), gradient.reshape(by_sample))
+            weight = products.unflatten(0, (lanes, samples)).sum(dim=1)[:, :used]
+            weight = weight.view(lanes, tall, wide, channels, outputs).permute(0, 4, 3, 1, 2)
+            bias = gradient.sum(dim=1)
+            if not ctx.needs_input_grad[0]:
+                return None, weight, bias
+            back = torch.bmm(gradient, kernels[:, :used].transpose(1, 2))
+            back = back.view(lanes, samples, rows, columns, tall, wide, channels)
+            image = gradient.new_zeros(lanes, samples, height, width, channels)
+            for row in range(tall):
+                for column in range(wide):
+                    image[:, :, row : row + rows, column : column + columns] += back[:, :, :, :, row, column]
+        return image, weight, bias
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *given: Tensor) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        """Vectorise: more samples where all have the same weights, and more lanes where they have not."""
+        many: int = info.batch_size
+        if in_dims[1:] == (None, None):
+            image, weight, bias = given
+            images = image.movedim(in_dims[0] or 0, 1)
+            out, patches, kernels = _apply(images.flatten(1, 2), weight, bias)
+            return (out.unflatten(1, images.shape[1:3]), patches.unflatten(1, (many, -1)), kernels), (1, 1, None)
+        lanes = (
+            tensor.expand(many, *tensor.shape) if at is None else tensor.movedim(at, 0)
+            for tensor, at in zip(given, in_dims, strict=True)
+        )
+        found = _apply(*(tensor.flatten(0, 1) for tensor in lanes))
+        return tuple(tensor.unflatten(0, (many, -1)) for tensor in found), (0, 0, 0)
+
+
+def _apply(image: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    found: tuple[Tensor, Tensor, Tensor] = PatchProduct.apply(image, weight, bias)  # type: ignore[no-untyped-call]
+    return found
+
+
+def fits(layer: nn.Module) -> bool:
+    """Say whether a layer is a convolution that can be taken as a product of patches."""
+    return (
+        type(layer) is nn.Conv2d
+        and layer.groups == 1
+        and layer.padding_mode == "zeros"
+        and not isinstance(layer.padding, str)
+        and layer.stride == layer.dilation == (1, 1)
+        and not (layer._forward_hooks or layer._forward_pre_hooks)  # which may do anything
+    )
+
+
+def convolved(padding: Sequence[int], image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Apply a layer to images [L, B, H, W, C] with each lane's weights: [L, B, rows, columns, O]."""
+    down, right = padding
+    if down or right:
+        image = functional.pad(image, (0, 0, right, right, down, down))
+    return _apply(image, weight, weight.new_zeros(weight.shape[:2]) if bias is None else bias)[0]
+
+
+class PatchConv2d(nn.Module):
+    """A convolution with the same tensors, which `vmap` takes through all lanes at once."""
+
+    def __init__(self, like: nn.Conv2d) -> None:
+        super().__init__()
+        assert not isinstance(like.padding, str)
+        self.weight, self.bias, self._padding = like.weight, like.bias, like.padding
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer to [B, C, H, W]."""
+        kind = x.device.type
+        tensors = [x.permute(0, 2, 3, 1), self.weight, *([] if self.bias is None else [self.bias])]
+        if torch.is_autocast_enabled(kind):
+            tensors = [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]
+        image, weight, *bias = (tensor[None] for tensor in tensors)
+        return convolved(self._padding, image, weight, bias[0] if bias else None)[0].permute(0, 3, 1, 2)
+
+
+def patched(model: Model) -> Model:
+    """Return a model that computes the same, with `PatchConv2d` for the convolutions that it fits."""
+
+    def change(module: nn.Module) -> nn.Module:
+        for name, layer in list(module.named_modules()):
+            if isinstance(layer, nn.Conv2d) and fits(layer):
+                parent, _, leaf = name.rpartition(".")
+                setattr(module.get_submodule(parent), leaf, PatchConv2d(layer))
+        return module
+
+    return model.like(change)
