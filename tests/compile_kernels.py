@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from fedobp.engine.kernels.convolutions import Convolutions, Setting, _Gradients
 from fedobp.engine.kernels.rule import arrange
 from fedobp.engine.kernels.shapes import Shapes
 from fedobp.engine.kernels.step import Buffers, Kind, Samples, launches, refresh, splits_of
@@ -66,6 +67,17 @@ def compiled(self, *args, grid, warmup, **options):
         wrong.append(f"{about} spills {spilled} bytes")
 
 
+def own_losses(shapes, precision, lanes):
+    """Compile what gradients of losses of a method's own launch, of batches and of single samples."""
+    setting = Setting(shapes.side, shapes.channels, precision, tiles_for((9, 0), precision))
+    sizes = ((32, shapes.channels, 5, 5), (32,), (64, 32, 5, 5), (64,))
+    weights = [torch.zeros(lanes, *size) for size in sizes]
+    for batch in (shapes.batch, 1):
+        x = torch.zeros(lanes, batch, shapes.channels, shapes.side, shapes.side)
+        out, *kept = Convolutions.apply(setting, x, *weights)
+        _Gradients.apply(setting, out, *kept)
+
+
 def each(kind, tiles, lanes):
     """Compile a step's kernels."""
     at = Buffers(kind, 1, 1, splits_of(kind.shapes, tiles), torch.device("cpu"))
@@ -92,9 +104,13 @@ def main():
         jobs += [
             (Kind(cifar, precision, "all"), tiles, min(tiles.lanes, 160)) for tiles in tiles_for((9, 0), precision)
         ]
-    for job in jobs[int(sys.argv[1]) :: 2] if len(sys.argv) > 1 else jobs:
+    half = slice(int(sys.argv[1]), None, 2) if len(sys.argv) > 1 else slice(None)
+    for job in jobs[half]:
         PAPERS = job[0] in (Kind(cifar, "bf16", "all"), Kind(cifar, "fp32", "all"))
         each(*job)
+    for job in [(cifar, "bf16", 1), (cifar, "bf16", 20), (mnist, "bf16", 10), (cifar, "tf32", 20)][half]:
+        PAPERS = job[:2] == (cifar, "bf16")
+        own_losses(*job)
     vector, index = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
     arrange[1, 1](vector, vector, index, 878538, 881696, 1024)
     arrange[1, 1](vector.to(torch.uint8), vector.to(torch.int8), index, 878538, 881696, 1024)

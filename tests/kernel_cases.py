@@ -69,15 +69,27 @@ class _Rounded(torch.autograd.Function):
         return rounded(gradient, ctx.precision), None, None, None
 
 
+def _once(value, precision):
+    return _Rounded.apply(value, precision, True, False)
+
+
+def _twice(value, precision):
+    return _Rounded.apply(value, precision, True, True)
+
+
+def rounded_features(weights, x, precision):
+    """The convolutions with products' inputs rounded as the kernels do, on both ways: [B, 64, P2, P2]."""
+    w1, b1, w2, b2 = weights
+    h = functional.max_pool2d(functional.conv2d(_once(x, precision), _once(w1, precision), b1).relu(), 2)
+    return functional.max_pool2d(functional.conv2d(_twice(h, precision), _once(w2, precision), b2).relu(), 2)
+
+
 def rounded_logits(weights, x, precision):
     """The CNN with products' inputs rounded as the kernels do, on both ways; `weights` are its tensors in order."""
-    w1, b1, w2, b2, wf, bf, wc, bc = weights
-    once = lambda value: _Rounded.apply(value, precision, True, False)  # noqa: E731
-    twice = lambda value: _Rounded.apply(value, precision, True, True)  # noqa: E731
-    h = functional.max_pool2d(functional.conv2d(once(x), once(w1), b1).relu(), 2)
-    h = functional.max_pool2d(functional.conv2d(twice(h), once(w2), b2).relu(), 2)
-    h = functional.linear(twice(h.flatten(1)), once(wf), bf).relu()
-    return _Rounded.apply(functional.linear(twice(h), once(wc), bc), precision, False, True)
+    *convolutions, wf, bf, wc, bc = weights
+    h = rounded_features(convolutions, x, precision)
+    h = functional.linear(_twice(h.flatten(1), precision), _once(wf, precision), bf).relu()
+    return _Rounded.apply(functional.linear(_twice(h, precision), _once(wc, precision), bc), precision, False, True)
 
 
 class Problem:

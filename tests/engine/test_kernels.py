@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.func import grad, vmap
+from torch.nn import functional
 
 pytest.importorskip("triton", reason="Triton is not here: it comes for Linux only")
 
@@ -21,9 +23,11 @@ from fedobp import Config, Federation
 from fedobp.data import Dataset, FederatedData, Shard
 from fedobp.engine import Lanes, kernels
 from fedobp.engine.kernels import fused_for, suits
+from fedobp.engine.kernels.convolutions import Convolutions
 from fedobp.engine.kernels.fused import Fused
 from fedobp.engine.kernels.shapes import Shapes, flat_order, kernel_order
 from fedobp.engine.kernels.tiles import EXACT, Tile, Tiles, tiles_for
+from fedobp.engine.patches import PatchConv2d
 from fedobp.models import NETS, Model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted only without a card")
@@ -73,6 +77,65 @@ def test_the_reference_of_lower_precisions():
     right = problem.model.logits(weights, x)
     torch.testing.assert_close(found, right)
     torch.testing.assert_close(*(torch.autograd.grad(one.square().sum(), weights) for one in (found, right)))
+
+
+def losses_of(model):
+    """A loss of one's own: neither plain cross-entropy nor a mean."""
+
+    def loss(theta, x, y):
+        features, (weight, bias) = model.features(theta, x), model.head(theta)
+        logits = features @ weight.T + bias
+        return functional.cross_entropy(logits, y, reduction="sum") + 0.01 * features.square().sum()
+
+    return loss
+
+
+def near(found, right, share=2e-5):
+    assert found.shape == right.shape
+    assert (found.double() - right).norm() < share * right.norm()
+
+
+@pytest.mark.parametrize(("side", "channels"), [(28, 1), (32, 3)])
+def test_a_loss_of_ones_own_has_autograds_gradient(side, channels):
+    """Vectorised over lanes; over lanes and their samples, which share weights; and over what shares all weights."""
+    problem = Problem(Case(side, channels))
+    fused, model = interpreted(problem).vectorised(problem.model), problem.model
+    assert PatchConv2d in [type(layer) for layer in fused.structure.modules()]
+    theta, ids = problem.theta, problem.ids[0]
+    x, y = torch.stack([problem.inputs(one) for one in ids]), problem.data.y[ids]
+    every_lane, single = vmap(grad(losses_of(fused))), x.float()
+    right = vmap(grad(losses_of(model)))(theta.double(), x, y)
+    near(every_lane(theta, single, y), right)
+    near(
+        vmap(fused.logits, in_dims=(None, 0))(theta[0], single),
+        vmap(model.logits, in_dims=(None, 0))(theta[0].double(), x),
+    )
+
+    def each_sample(model):
+        one = grad(losses_of(model))
+        return vmap(vmap(lambda theta, x, y: one(theta, x[None], y[None]), in_dims=(None, 0, 0)))
+
+    some = slice(None), slice(3)
+    near(each_sample(fused)(theta, single[some], y[some]), each_sample(model)(theta.double(), x[some], y[some]))
+
+
+def test_kernels_are_for_batches_that_they_know_and_one_derivative(monkeypatch):
+    problem = Problem(Case())
+    fused, theta, asked = interpreted(problem).vectorised(problem.model), problem.theta[0], []
+    real = Convolutions.apply
+    monkeypatch.setattr(Convolutions, "apply", lambda *given: asked.append(len(given[1])) or real(*given))
+    x, y = problem.inputs(torch.arange(17)).float(), torch.arange(17) % 10
+    loss = losses_of(fused)
+    grad(loss)(theta, x[:16], y[:16])
+    assert asked
+    asked.clear()
+    for given in ((x, y), (x[:7], y[:7])):
+        near(grad(loss)(theta, *given), grad(losses_of(problem.model))(theta.double(), given[0].double(), given[1]))
+    twice = grad(lambda theta, of, x: grad(of)(theta, x, y[:16]).square().sum())
+    near(twice(theta, loss, x[:16]), twice(theta.double(), losses_of(problem.model), x[:16].double()), 1e-4)
+    by_image = grad(loss, argnums=1)(theta, x[:16], y[:16])
+    near(by_image, grad(losses_of(problem.model), argnums=1)(theta.double(), x[:16].double(), y[:16]))
+    assert not asked
 
 
 @pytest.fixture

@@ -8,11 +8,13 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA card that torch can use", allow_module_level=True)
 
-from kernel_cases import CASES, Case, Problem, spoil
+from kernel_cases import CASES, Case, Problem, rounded, rounded_features, spoil
+from torch.func import grad, vmap
 
 from fedobp import Config, Federation, sweep
 from fedobp.engine import Budget
 from fedobp.engine.kernels import fused_for
+from fedobp.engine.kernels.convolutions import Convolutions, Setting
 from fedobp.engine.kernels.fused import Fused
 from fedobp.engine.kernels.tiles import tiles_for
 from fedobp.federation import Course, engine_for
@@ -69,6 +71,54 @@ def test_every_entry_of_the_tables(side, channels, precision, at):
     check(problem, problem.train(fused_of(problem, precision, [entry]))[0], problem.expected(precision)[0], precision)
 
 
+def gradients(precision, lanes, side, channels, samples=False):
+    """Gradients of both convolutions by kernels under vmap, and by autograd in float64 with the same roundings."""
+    draw = torch.Generator().manual_seed(1)
+    sizes = (32, channels, 5, 5), (32,), (64, 32, 5, 5), (64,)
+    weights = [0.1 * torch.randn(lanes, *size, generator=draw) for size in sizes]
+    x = torch.randn(lanes, 32, channels, side, side, generator=draw)
+    towards = torch.randn(32, ((side - 4) // 2 - 4) // 2, ((side - 4) // 2 - 4) // 2, 64, generator=draw)
+    setting = Setting(side, channels, precision, tiles_for((9, 0), precision))
+    there = towards.to(DEVICE)
+
+    def loss(weights, x, towards):
+        [out, *_] = Convolutions.apply(setting, x[None], *(one[None] for one in weights))
+        return (out[0].float() * towards).sum()
+
+    found = grad(loss)
+    if samples:
+        found = vmap(lambda weights, x, towards: grad(loss)(weights, x[None], towards[None]), in_dims=(None, 0, 0))
+    found = vmap(found, in_dims=(0, 0, None))([one.to(DEVICE) for one in weights], x.to(DEVICE), there)
+    right = []
+    for lane in range(lanes):
+        mine = [one[lane].double().requires_grad_() for one in weights]
+        h = rounded_features(mine, x[lane].double(), precision)
+        losses = (h.permute(0, 2, 3, 1) * rounded(towards.double(), precision)).flatten(1).sum(dim=1)
+        each = losses if samples else [losses.sum()]
+        right.append([torch.autograd.grad(one, mine, retain_graph=True) for one in each])
+    right = [torch.stack([torch.stack([one[at] for one in lane]) for lane in right]) for at in range(4)]
+    return [one.cpu().double() for one in found], right if samples else [one[:, 0] for one in right]
+
+
+@pytest.mark.parametrize("precision", WRONG)
+@pytest.mark.parametrize(("lanes", "side", "channels"), [(1, 32, 3), (5, 28, 1), (20, 32, 3)])
+def test_a_loss_of_ones_own_has_autograds_gradient(precision, lanes, side, channels):
+    for found, right in zip(*gradients(precision, lanes, side, channels), strict=True):
+        assert found.shape == right.shape
+        wrong = (found - right).flatten(1).norm(dim=1) / right.flatten(1).norm(dim=1)
+        assert wrong.median() < WRONG[precision][0]
+        assert wrong.max() < WRONG[precision][1]
+
+
+@pytest.mark.parametrize("precision", WRONG)
+def test_every_sample_has_its_gradient(precision):
+    for found, right in zip(*gradients(precision, 2, 32, 3, samples=True), strict=True):
+        assert found.shape == right.shape
+        wrong = (found - right).flatten(2).norm(dim=2) / right.flatten(2).norm(dim=2)
+        assert wrong.median() < WRONG[precision][0]
+        assert wrong.max() < WRONG[precision][1]
+
+
 @pytest.mark.parametrize("precision", WRONG)
 def test_the_same_bytes_twice_whatever_lay_in_the_buffers(precision):
     case = CASES["everything, 32x32"]
@@ -110,7 +160,7 @@ def test_runs_are_those_of_the_serial_engine(precision, folder):
     """Several rounds of several methods, in one launch, against the oracle."""
     given = {"dataset": "fmnist", "data_dir": folder, "clients": 20, "participation": 0.3, "rounds": 6, "epochs": 2,
              "lr": 0.02, "finetune_epochs": 1, "model": "cnn", "alpha": 0.3}  # fmt: skip
-    methods = ["fedobp", "fedper", "fedavg", "local"]
+    methods = ["fedobp", "fedper", "fedavg", "local", "fedrod", "apfl"]
     fast = sweep([Config(**given, method=m, device="cuda", precision=precision) for m in methods])
     slow = sweep([Config(**given, method=m, device="cuda", precision="fp32", engine="serial") for m in methods])
     for one, other in zip(fast, slow, strict=True):

@@ -71,8 +71,9 @@ def _loss(logits: Tensor, batch: Batch) -> Tensor:
 def _descend(client: Client, name: str, gradient: Tensor) -> Client:
     """Take a step of SGD with weight decay and momentum, as training elsewhere does."""
     work, hp = client.work, client.hp
-    velocity = hp["momentum"] * work[f"{name}_velocity"] + gradient + hp["weight_decay"] * work[name]
-    return client.set(**{name: work[name] - hp["lr"] * velocity, f"{name}_velocity": velocity})
+    decayed = torch.addcmul(gradient, work[name], hp["weight_decay"])
+    velocity = torch.addcmul(decayed, work[f"{name}_velocity"], hp["momentum"])
+    return client.set(**{name: torch.addcmul(work[name], velocity, -hp["lr"]), f"{name}_velocity": velocity})
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,8 @@ class PFedMe(FedAvg):
         gradient = grad(
             lambda at: batch.mean(functional.cross_entropy(model.logits(at, batch.x), batch.y, reduction="none"))
         )
+        # theta <- theta - eta_p (gradient + lam (theta - w) + mu theta), in as few passes over the vectors as it takes.
+        keep, pull = 1 - hp["eta_p"] * (hp["lam"] + hp["mu"]), hp["eta_p"] * hp["lam"]
         for _ in range(self.inner):
-            theta = theta - hp["eta_p"] * (gradient(theta) + hp["lam"] * (theta - shared) + hp["mu"] * theta)
+            theta = torch.addcmul(torch.addcmul(keep * theta, gradient(theta), -hp["eta_p"]), shared, pull)
         return client.set(theta=theta, shared=shared - hp["lr"] * hp["lam"] * (shared - theta))

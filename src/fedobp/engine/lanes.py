@@ -60,7 +60,7 @@ class Lanes:
         self._forms: dict[str, Forward] = {"cpu": stacked(model, Grouped), "cuda": stacked(model, Columns)}
         self._graphs = Graphs()
         self._fused: dict[torch.device, Fused | None] = {}
-        self._functions = Vectorised(model, batch, self._low, self._graphs)
+        self._functions = Vectorised(model, batch, self._low, self._graphs, self._kernels)
         self._workers = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self._workers, "fedobp-lanes")
         self._costs: dict[tuple[str, torch.dtype], Cost] = {}

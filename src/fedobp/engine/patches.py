@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.nn import functional
 
 from fedobp.models import Model
@@ -90,12 +92,23 @@ class PatchProduct(torch.autograd.Function):
             images = image.movedim(in_dims[0] or 0, 1)
             out, patches, kernels = _apply(images.flatten(1, 2), weight, bias)
             return (out.unflatten(1, images.shape[1:3]), patches.unflatten(1, (many, -1)), kernels), (1, 1, None)
-        lanes = (
-            tensor.expand(many, *tensor.shape) if at is None else tensor.movedim(at, 0)
-            for tensor, at in zip(given, in_dims, strict=True)
-        )
-        found = _apply(*(tensor.flatten(0, 1) for tensor in lanes))
+        found = _apply(*in_lanes(many, in_dims, given))
         return tuple(tensor.unflatten(0, (many, -1)) for tensor in found), (0, 0, 0)
+
+
+def in_lanes(many: int, in_dims: Sequence[int | None], given: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors [L, ...] that `vmap` has made many of as [many * L, ...]."""
+    moved = (
+        tensor.expand(many, *tensor.shape) if at is None else tensor.movedim(at, 0)
+        for tensor, at in zip(given, in_dims, strict=True)
+    )
+    return [tensor.flatten(0, 1) for tensor in moved]
+
+
+def derived_once() -> bool:
+    """Say whether one derivative is taken at most, and backwards: what has no second one may stand in for a layer."""
+    kinds = [interpreter.key() for interpreter in retrieve_all_functorch_interpreters()]
+    return kinds.count(TransformType.Grad) <= 1 and TransformType.Jvp not in kinds
 
 
 def _apply(image: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,6 +146,8 @@ class PatchConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to [B, C, H, W]."""
+        if not derived_once():
+            return functional.conv2d(x, self.weight, self.bias, padding=self._padding)
         kind = x.device.type
         tensors = [x.permute(0, 2, 3, 1), self.weight, *([] if self.bias is None else [self.bias])]
         if torch.is_autocast_enabled(kind):

@@ -5,7 +5,7 @@ Right for every method, and slower than the paths that know what a step does.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,19 +24,28 @@ from fedobp.engine.serial import without_norms
 from fedobp.models import Model
 from fedobp.transfer import send
 
+if TYPE_CHECKING:
+    from fedobp.engine.kernels.fused import Fused
+
 _HOMES = ("own", "down", "work", "hp", "data")  # where a client's values live
 
 
 class Vectorised:
     """Runs functions of one lane on stacks of lanes."""
 
-    def __init__(self, model: Model, batch: int, low: bool, graphs: Graphs) -> None:
-        self._batch, self._low, self._graphs = batch, low, graphs
-        self._models = {"cpu": model, "cuda": patched(model)}
+    def __init__(
+        self, model: Model, batch: int, low: bool, graphs: Graphs, kernels: Callable[[torch.device], "Fused | None"]
+    ) -> None:
+        self._model, self._batch, self._low, self._graphs, self._kernels = model, batch, low, graphs, kernels
+        self._models: dict[torch.device, Model] = {}
 
     def model_on(self, device: torch.device) -> Model:
         """Return the form of the model that suits a device."""
-        return self._models[device.type]
+        if device not in self._models:
+            fused = self._kernels(device)
+            others = self._model if device.type == "cpu" else patched(self._model)
+            self._models[device] = others if fused is None else fused.vectorised(self._model)
+        return self._models[device]
 
     def fit(
         self, lanes: Sequence[Lane], rows: Sequence[Sequence[Tensor]], ids: Tensor, counts: Tensor

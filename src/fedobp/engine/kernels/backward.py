@@ -109,6 +109,24 @@ def dense_backward(
 
 
 @triton.jit
+def unpooled(gradient, arg, out, B: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
+    """Write the gradient of pooled values [B,P,P,64] to where they came from, in [B,W,W,64] with a frame 4 wide."""
+    lane = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    n = tl.arange(0, 64)
+    real = (row < B * P * P)[:, None]
+    at = lane * (B * P * P * 64) + row[:, None] * 64 + n[None, :]
+    g = tl.load(gradient + at, mask=real, other=0.0)
+    where = tl.load(arg + at, mask=real, other=4)
+    W: tl.constexpr = 2 * P + 8
+    window = row % (P * P)
+    corner = (row // (P * P)) * (W * W) + ((window // P) * 2 + 4) * W + (window % P) * 2 + 4
+    to = out + lane * (B * W * W * 64) + corner[:, None] * 64 + n[None, :]
+    for q in tl.static_range(4):
+        tl.store(to + ((q // 2) * W + q % 2) * 64, tl.where(where == q, g, 0.0), mask=real)
+
+
+@triton.jit
 def conv2_inputs(
     d2, weights, d1, count,
     B: tl.constexpr, H: tl.constexpr, P: tl.constexpr, SIDE: tl.constexpr, ROWS: tl.constexpr,

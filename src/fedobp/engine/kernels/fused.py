@@ -13,10 +13,12 @@ from fedobp.algorithms.base import Part
 from fedobp.data import FederatedData
 from fedobp.engine.fit import Rule, active
 from fedobp.engine.graphs import captured
+from fedobp.engine.kernels.convolutions import FusedCNN, Setting
 from fedobp.engine.kernels.rule import DECAY, DRIFT, MASK, MOMENTUM, PULL, arrange
 from fedobp.engine.kernels.shapes import Shapes, flat_order, kernel_order
 from fedobp.engine.kernels.step import Arithmetic, Buffers, Kind, Launches, Samples, launches, refresh, splits_of
 from fedobp.engine.kernels.tiles import EXACT, Tiles
+from fedobp.engine.patches import patched
 from fedobp.models import Model
 from fedobp.transfer import send
 
@@ -48,7 +50,7 @@ class Fused:
         self, model: Model, batch: int, precision: Arithmetic, tiles: Sequence[Tiles], device: torch.device
     ) -> None:
         channels, side, _ = model.shape
-        self._precision, self._tiles, self._device = precision, tiles, device
+        self._batch, self._precision, self._tiles, self._device = batch, precision, tiles, device
         self._shapes = Shapes(side, channels, model.classes, max(16, 1 << (batch - 1).bit_length()))
         order = kernel_order(model.layout, self._shapes)
         self._size = model.layout.size
@@ -64,6 +66,11 @@ class Fused:
         one = Buffers(kind, 1, 1, self._splits(kind), torch.device("meta"))
         tensors = [value for value in vars(one).values() if isinstance(value, Tensor)]
         return 16 * self._size + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def vectorised(self, model: Model) -> Model:
+        """Return a model that computes the same, and whose convolutions are kernels under `torch.func`."""
+        setting = Setting(self._shapes.side, self._shapes.channels, self._precision, tuple(self._tiles))
+        return patched(model).like(lambda module: FusedCNN(module, setting, (1, self._batch)))
 
     def train(
         self,

@@ -78,13 +78,13 @@ class Buffers:
 
 
 def splits_of(shapes: Shapes, tiles: Tiles) -> tuple[int, int]:
-    """Return the numbers of partial sums, each of two tiles at least.
+    """Return the numbers of partial sums, each of two tiles at least where there are two.
 
     A loop of one tile is not pipelined, and Triton 3.6 then makes `conv1_weights` read beyond its shared memory.
     """
     rows = shapes.batch * shapes.pooled1**2, shapes.batch * (2 * shapes.pooled2) ** 2
     sizes = tiles.weights_backward[:2]
-    first, second = (min(n, all // (2 * size)) for n, all, size in zip(tiles.splits, rows, sizes, strict=True))
+    first, second = (max(1, min(n, all // (2 * size))) for n, all, size in zip(tiles.splits, rows, sizes, strict=True))
     return first, second
 
 

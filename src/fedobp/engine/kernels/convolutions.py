@@ -1,0 +1,202 @@
+"""The CNN's convolutions as a function of tensors, for losses and sweeps of a method's own.
+
+A step of plain SGD is fused as a whole (`step`). What a method computes itself is vectorised by `torch.func`, which
+needs a derivative and a rule for `vmap` of everything that it meets: here is the part that takes most of the time, from
+images to the hidden layer's inputs, by the same kernels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedobp.engine.kernels import backward, forward
+from fedobp.engine.kernels.rule import B1, B2, BF, SUMS1, SUMS2
+from fedobp.engine.kernels.shapes import Shapes
+from fedobp.engine.kernels.step import AFTER, Arithmetic, low_type, splits_of
+from fedobp.engine.kernels.tiles import Tiles
+from fedobp.engine.patches import PatchConv2d, derived_once, in_lanes
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all calls of a model share."""
+
+    side: int
+    channels: int
+    precision: Arithmetic
+    tiles: tuple[Tiles, ...]
+
+    def shapes(self, batch: int) -> Shapes:
+        """Return the sizes for a batch."""
+        return Shapes(self.side, self.channels, 2, batch)
+
+    def tiles_of(self, lanes: int, batch: int) -> Tiles:
+        """Return the tiles for so many lanes; single samples have too few rows for any but the last."""
+        fitting = [tiles for tiles in self.tiles if batch >= 16 and lanes <= tiles.lanes]
+        return fitting[0] if fitting else self.tiles[-1]
+
+    @property
+    def product(self) -> str:
+        """How float32 numbers are multiplied."""
+        return "ieee" if self.precision == "fp32" else "tf32"
+
+
+class Convolutions(torch.autograd.Function):
+    """Both convolutions with ReLU and pooling: images [L, B, C, H, H] -> [L, B, P2, P2, 64].
+
+    Weights are [L, 32, C, 5, 5] and [L, 64, 32, 5, 5], in float32. Beside the outputs it returns what the way back
+    needs: images [L, B, H, H, 4], the first pooled maps, which positions were the largest, and the second weights.
+    """
+
+    @staticmethod
+    def forward(
+        setting: Setting, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Lay out what the kernels read, and launch them."""
+        lanes, batch = x.shape[:2]
+        shapes, low, tiles = setting.shapes(batch), low_type(setting.precision), setting.tiles_of(lanes, batch)
+        side, side1, side2, product = shapes.side, shapes.pooled1, shapes.pooled2, setting.product
+        storage, image = _image(lanes, batch, side, low, x.device)
+        image[..., : shapes.channels] = x.permute(0, 1, 3, 4, 2)
+        # A kernel row for the left position of a pooling window, and a pixel further right for the right one.
+        rows = functional.pad(w1.permute(0, 3, 4, 2, 1), (0, 0, 0, 4 - shapes.channels))
+        spread = torch.stack([functional.pad(rows, (0, 0, 0, 0, px, 3 - px)) for px in (0, 1)], dim=4).to(low)
+        flipped, taps = (w2.permute(0, 3, 4, *axes).to(low).contiguous() for axes in ((1, 2), (2, 1)))
+        biases = x.new_empty(lanes, BF.value, dtype=torch.float32)
+        biases[:, B1.value : B1.value + 32], biases[:, B2.value : B2.value + 64] = b1, b2
+        nobody = torch.empty(lanes, dtype=torch.int32, device=x.device)
+        pooled1, pooled2 = (
+            torch.empty(lanes, batch, size, size, maps, dtype=low, device=x.device)
+            for size, maps in ((side1, 32), (side2, 64))
+        )
+        arg1, arg2 = (torch.empty_like(pooled, dtype=torch.int8) for pooled in (pooled1, pooled2))
+        count, several, warps, stages = tiles.conv1
+        forward.conv1[-(-batch * side1**2 // (count * several)), lanes](
+            storage, nobody, nobody, spread, biases, pooled1, arg1,
+            BF.value, batch, side, side1, count, several, True, False, product,
+            num_warps=warps, num_stages=stages)  # fmt: skip
+        count, _, warps, stages = tiles.conv2
+        forward.conv2[-(-batch * side2**2 // count), lanes](
+            pooled1, nobody, flipped, biases, pooled2, arg2,
+            BF.value, batch, side1, side2, count, True, False, product,
+            num_warps=warps, num_stages=stages)  # fmt: skip
+        return pooled2, image, pooled1, arg1, arg2, taps
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep what the way back needs."""
+        ctx.setting = inputs[0]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        """Return the weights' gradients; nobody asks for that of the images."""
+        if gradients[0] is None:
+            return (None,) * 6
+        return None, None, *_Gradients.apply(ctx.setting, gradients[0], *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], setting: Setting, *given: Tensor) -> tuple[Any, Any]:
+        """Vectorise: more samples where all have the same weights, and more lanes where they have not."""
+        x, *weights = given
+        if in_dims[2:] == (None,) * 4:
+            images = x.movedim(in_dims[1] or 0, 1)
+            *found, taps = Convolutions.apply(setting, images.flatten(1, 2), *weights)  # type: ignore[no-untyped-call]
+            return (*(one.unflatten(1, images.shape[1:3]) for one in found), taps), (1,) * 5 + (None,)
+        found = Convolutions.apply(setting, *in_lanes(info.batch_size, in_dims[1:], given))  # type: ignore[no-untyped-call]
+        return tuple(one.unflatten(0, (info.batch_size, -1)) for one in found), (0,) * 6
+
+
+class _Gradients(torch.autograd.Function):
+    """The way back: from the gradient of [L, B, P2, P2, 64] to those of both convolutions' weights and biases."""
+
+    @staticmethod
+    def forward(setting: Setting, gradient: Tensor, *kept: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Launch the kernels, and add up their partial sums."""
+        image, pooled1, arg1, arg2, taps = (one.contiguous() for one in kept)
+        lanes, batch = gradient.shape[:2]
+        shapes, tiles, low = setting.shapes(batch), setting.tiles_of(lanes, batch), pooled1.dtype
+        side, side1, side2, product = shapes.side, shapes.pooled1, shapes.pooled2, setting.product
+        storage, again = _image(lanes, batch, side, low, image.device)
+        again.copy_(image)
+        d2 = image.new_zeros(lanes, batch, shapes.frame, shapes.frame, 64)
+        backward.unpooled[-(-batch * side2**2 // 64), lanes](gradient.to(low).contiguous(), arg2, d2, batch, side2, 64)
+        d1 = torch.empty_like(pooled1)
+        count, block, warps, stages = tiles.conv2_inputs
+        nobody = torch.empty(lanes, dtype=torch.int32, device=image.device)
+        backward.conv2_inputs[-(-(batch * (side1 // block) ** 2) // count), lanes](
+            d2, taps, d1, nobody, batch, side1, side2, block, count, False, product,
+            num_warps=warps, num_stages=stages)  # fmt: skip
+        splits1, splits2 = splits_of(shapes, tiles)
+        sums1 = image.new_empty(lanes, splits1, SUMS1.value, dtype=torch.float32)
+        sums2 = image.new_empty(lanes, splits2, SUMS2.value, dtype=torch.float32)
+        rows1, rows2, warps, stages = tiles.weights_backward
+        programs = {1: splits1, 2: 5 * splits2} if tiles.apart else {0: splits1 + 5 * splits2}
+        for whose, programs_of in programs.items():
+            backward.weights_backward[programs_of, lanes](
+                storage, nobody, nobody, pooled1, d1, d2, arg1, sums1, sums2,
+                batch, side, side1, side2, splits1, rows1, splits2, rows2, whose, False, product,
+                num_warps=warps, num_stages=stages)  # fmt: skip
+        first, second = sums1.sum(dim=1), sums2.sum(dim=1)
+        both = first[:, : 160 * 64].view(lanes, 5, 8, 4, 32, 2)[:, :, :, : shapes.channels]
+        w1 = (both[:, :, :5, ..., 0] + both[:, :, 1:6, ..., 1]).permute(0, 4, 3, 1, 2)
+        w2 = second[:, : 800 * 64].view(lanes, 5, 5, 32, 64).permute(0, 4, 3, 1, 2)
+        return w1, first[:, 160 * 64 : 160 * 64 + 32], w2, second[:, 800 * 64 :]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept: where second derivatives are taken, layers are torch's own."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], setting: Setting, *given: Tensor) -> tuple[Any, Any]:
+        """Vectorise: each has gradients of its own."""
+        found = _Gradients.apply(setting, *in_lanes(info.batch_size, in_dims[1:], given))  # type: ignore[no-untyped-call]
+        return tuple(one.unflatten(0, (info.batch_size, -1)) for one in found), (0,) * 4
+
+
+def _image(lanes: int, batch: int, side: int, low: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return room for images [L, B, H, H, 4], zero, as the kernels want it and as a view.
+
+    Six pixels are read as eight: after the last image, too, there are some.
+    """
+    storage = torch.zeros(lanes * batch * side**2 * 4 + AFTER, dtype=low, device=device)
+    return storage, storage[:-AFTER].view(lanes, batch, side, side, 4)
+
+
+class FusedCNN(nn.Module):
+    """The paper's CNN with the same tensors: convolutions by kernels, for the given sizes of batches."""
+
+    conv1: PatchConv2d
+    conv2: PatchConv2d
+    relu1: nn.Module
+    relu2: nn.Module
+    relu3: nn.Module
+    pool1: nn.Module
+    pool2: nn.Module
+    flatten: nn.Module
+    fc1: nn.Module
+    classifier: nn.Module
+
+    def __init__(self, like: nn.Module, setting: Setting, batches: Sequence[int]) -> None:
+        super().__init__()
+        for name, layer in like.named_children():
+            setattr(self, name, layer)
+        self._setting, self._batches = setting, frozenset(batches)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits."""
+        if len(x) in self._batches and derived_once() and not x.requires_grad:
+            tensors: Any = x, self.conv1.weight, self.conv1.bias, self.conv2.weight, self.conv2.bias
+            found: Any = Convolutions.apply(self._setting, *(tensor[None] for tensor in tensors))  # type: ignore[no-untyped-call]
+            x = found[0][0].permute(0, 3, 1, 2)
+        else:
+            x = self.pool1(self.relu1(self.conv1(x)))
+            x = self.pool2(self.relu2(self.conv2(x)))
+        out: Tensor = self.classifier(self.relu3(self.fc1(self.flatten(x))))
+        return out
