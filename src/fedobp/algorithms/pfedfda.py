@@ -13,7 +13,9 @@ met in all its epochs; beta is found by damped Gauss-Newton steps instead of L-B
 projected to a positive definite matrix.
 
 `as-published` is what ran behind the FedOBP paper's table: there the framework trains and averages whole models as in
-FedAvg, the Gaussians never, so that clients adapt from random means and the identity, and only for use.
+FedAvg, the Gaussians never, so that clients adapt from random means and the identity, and only for use. On a card its
+search for beta always fails, features being there and labels on the CPU, and what was set at first stays: 1 for the
+means, 0.5 for the covariance.
 """
 
 from dataclasses import dataclass
@@ -46,6 +48,7 @@ from fedobp.models import Model
 
 _FOLDS = 2
 _FEW = 2  # a class must have more samples than this for a mean of its own in use
+_UNSOLVED = (1.0, 0.5)  # beta as-published
 
 
 def log_prior(client: Client) -> Tensor:
@@ -149,8 +152,11 @@ class PFedFDA(Method):
         features = model.features(client.theta, batch.x).to(dtype)
         with torch.autocast(features.device.type, enabled=False):
             labels = one_hot(batch.y, model.classes).to(dtype) * batch.weight[:, None]
-            own = estimate(features, labels, mean)
+            published = self.mode == "as-published"
+            own = estimate(features, labels, mean, few=_FEW if published else 0)
             client = client.set(own_mean=own[0], own_covariance=own[1])
+            if published:
+                return client.set(beta=mean.new_tensor(_UNSOLVED))
             if self.betas == "own":
                 return client.set(beta=torch.ones_like(client.work["beta"]))
             # Stratified: each class, in the batch's random order, is dealt out to the folds from a random one on.

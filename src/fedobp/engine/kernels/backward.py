@@ -260,28 +260,21 @@ def weights_backward(
     image, count, awake, pooled, d1, d2, arg, sums1, sums2,
     B: tl.constexpr, H: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
     SPLITS1: tl.constexpr, ROWS1: tl.constexpr, SPLITS2: tl.constexpr, ROWS2: tl.constexpr,
-    WHOSE: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute both convolutions' weight gradients: the first SPLITS1 programs conv1's, 5 * SPLITS2 conv2's.
 
-    Together, because the first waits for memory while the second computes; or, WHOSE being 1 or 2, of one of them:
-    each then has the registers that it needs, which pays where there are many lanes.
+    Together, because the first waits for memory while the second computes.
     """
     lane = tl.program_id(1).to(tl.int64)
     program = tl.program_id(0)
-    if WHOSE == 2:
-        program += SPLITS1
     if PADDED:
         samples = tl.load(count + lane)
         if program == 0:
             tl.store(awake + lane, samples)  # for `update`, which changes the count while it runs
         if samples == 0:
             return
-    if WHOSE == 1:
-        conv1_weights(image, d1, arg, sums1, lane, program, B, H, P1, SPLITS1, ROWS1, PRECISION)
-    elif WHOSE == 2:
-        conv2_weights(pooled, d2, sums2, lane, program - SPLITS1, B, P1, P2, SPLITS2, ROWS2, PRECISION)
-    elif program < SPLITS1:
+    if program < SPLITS1:
         conv1_weights(image, d1, arg, sums1, lane, program, B, H, P1, SPLITS1, ROWS1, PRECISION)
     else:
         conv2_weights(pooled, d2, sums2, lane, program - SPLITS1, B, P1, P2, SPLITS2, ROWS2, PRECISION)

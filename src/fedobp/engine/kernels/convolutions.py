@@ -137,12 +137,10 @@ class _Gradients(torch.autograd.Function):
         sums1 = image.new_empty(lanes, splits1, SUMS1.value, dtype=torch.float32)
         sums2 = image.new_empty(lanes, splits2, SUMS2.value, dtype=torch.float32)
         rows1, rows2, warps, stages = tiles.weights_backward
-        programs = {1: splits1, 2: 5 * splits2} if tiles.apart else {0: splits1 + 5 * splits2}
-        for whose, programs_of in programs.items():
-            backward.weights_backward[programs_of, lanes](
-                storage, nobody, nobody, pooled1, d1, d2, arg1, sums1, sums2,
-                batch, side, side1, side2, splits1, rows1, splits2, rows2, whose, False, product,
-                num_warps=warps, num_stages=stages)  # fmt: skip
+        backward.weights_backward[splits1 + 5 * splits2, lanes](
+            storage, nobody, nobody, pooled1, d1, d2, arg1, sums1, sums2,
+            batch, side, side1, side2, splits1, rows1, splits2, rows2, False, product,
+            num_warps=warps, num_stages=stages)  # fmt: skip
         first, second = sums1.sum(dim=1), sums2.sum(dim=1)
         both = first[:, : 160 * 64].view(lanes, 5, 8, 4, 32, 2)[:, :, :, : shapes.channels]
         w1 = (both[:, :, :5, ..., 0] + both[:, :, 1:6, ..., 1]).permute(0, 4, 3, 1, 2)

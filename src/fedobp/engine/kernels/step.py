@@ -155,12 +155,10 @@ def launches(kind: Kind, at: Buffers, tiles: Tiles, lanes: int, padded: bool, sa
 
     def weights_backward() -> None:
         rows1, rows2, warps, stages = tiles.weights_backward
-        programs = {1: splits1, 2: 5 * splits2} if tiles.apart else {0: splits1 + 5 * splits2}
-        for whose, count in programs.items():
-            backward.weights_backward[count, lanes](
-                at.x, at.count, at.awake, at.pooled1, at.d1, at.d2, at.arg1, at.sums1, at.sums2,
-                batch, side, pooled1, pooled2, splits1, rows1, splits2, rows2, whose, padded, product,
-                num_warps=warps, num_stages=stages)  # fmt: skip
+        backward.weights_backward[splits1 + 5 * splits2, lanes](
+            at.x, at.count, at.awake, at.pooled1, at.d1, at.d2, at.arg1, at.sums1, at.sums2,
+            batch, side, pooled1, pooled2, splits1, rows1, splits2, rows2, padded, product,
+            num_warps=warps, num_stages=stages)  # fmt: skip
 
     steps: Launches = {"conv1": conv1, "conv2": conv2, "dense": dense}
     steps["head" if learns else "answer"] = head if learns else answer

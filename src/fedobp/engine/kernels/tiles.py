@@ -30,7 +30,6 @@ class Tiles:
     conv2_inputs: Tile  # `depth`: the side of the pixel blocks that are its rows
     weights_backward: Tile  # rows of conv1's tiles (size), and of conv2's (depth)
     splits: tuple[int, int]  # partial sums of conv1's and conv2's weight gradient
-    apart: bool = False  # whether the two are launched one after the other
 
 
 EXACT = 16  # up to here there is a graph for each number of lanes, beyond it numbers are rounded up
@@ -45,7 +44,7 @@ _HOPPER = {
         Tiles(EXACT, Tile(64, 1, 4, 2), Tile(64, 0, 4, 4), Tile(16, 128, 4, 3), Tile(64, 0, 8, 2),
               Tile(64, 128, 4, 2), Tile(64, 2, 4, 4), Tile(32, 64, 4, 3), (28, 5)),
         Tiles(_MANY, Tile(64, 7, 4, 3), Tile(64, 0, 4, 4), Tile(64, 64, 4, 5), Tile(128, 0, 4, 2),
-              Tile(64, 128, 4, 3), Tile(128, 2, 8, 3), Tile(32, 32, 4, 3), (7, 2), apart=True),
+              Tile(64, 128, 4, 3), Tile(128, 2, 8, 3), Tile(32, 32, 4, 3), (7, 2)),
     ),
     "tf32": (
         Tiles(2, Tile(64, 1, 2, 2), Tile(16, 0, 2, 3), Tile(16, 64, 4, 5), Tile(32, 0, 8, 2), Tile(32, 64, 4, 3),
