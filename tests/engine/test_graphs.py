@@ -1,5 +1,7 @@
 """What the captured steps of CUDA rest on, without CUDA: rounded sizes, buffers, and lanes that have nothing to do."""
 
+import gc
+import weakref
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -234,3 +236,20 @@ def test_batchnorm_too(phases):
     model, plans = made("normed"), [Plan(phases, FAST), Plan(phases, FAST, seed=9, cohort=(4, 0))]
     engine = Lanes(model, CASE_BATCH)
     agree(played(engine, model, plans, rounds=CHANGES), played(Serial(model, CASE_BATCH), model, plans, rounds=CHANGES))
+
+
+@pytest.mark.usefixtures("replaying")
+@pytest.mark.parametrize("phases", ["loss", "a sweep"])
+def test_graphs_go_with_their_engine_and_wait_for_no_collection(phases):
+    """They hold a card's memory."""
+    model = made("mlp")
+    engine = Lanes(model, CASE_BATCH)
+    played(engine, model, [Plan(phases)])
+    kept = weakref.ref(engine._graphs)
+    assert kept()._kept
+    gc.disable()
+    try:
+        del engine
+        assert kept() is None
+    finally:
+        gc.enable()

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from fedobp.models import Model
 
@@ -40,3 +41,8 @@ def serial_threads(model: Model) -> int:
     nothing, and beside other programs it costs several times the step.
     """
     return 1 if model.layout.size < _SMALL else torch.get_num_threads()
+
+
+def autocast(precision: Precision, like: Tensor) -> torch.autocast:
+    """Return the context in which products on a tensor's device have a precision."""
+    return torch.autocast(like.device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)

@@ -42,8 +42,10 @@ def captured(run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
     try:
         with torch.cuda.stream(there):
             graph.capture_begin(*([] if pool is None else [pool]))
-            run()
-            graph.capture_end()
+            try:
+                run()
+            finally:
+                graph.capture_end()
     finally:
         if collects:
             gc.enable()

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +24,7 @@ from torch.func import vmap
 
 from fedobp.algorithms import Client, Record, Sweep, Tensors, Train
 from fedobp.data import Split
-from fedobp.engine.arithmetic import Precision, steady
+from fedobp.engine.arithmetic import Precision, autocast, steady
 from fedobp.engine.cost import Cost, cost
 from fedobp.engine.fit import descend, training
 from fedobp.engine.graphs import Graphs
@@ -59,8 +59,9 @@ class Lanes:
         self._low = precision == "bf16"
         self._forms: dict[str, Forward] = {"cpu": stacked(model, Grouped), "cuda": stacked(model, Columns)}
         self._graphs = Graphs()
-        self._fused: dict[torch.device, Fused | None] = {}
-        self._functions = Vectorised(model, batch, self._low, self._graphs, self._kernels)
+        # The fused kernels, where there are any for this model on a device.
+        self._kernels: Callable[[torch.device], Fused | None] = cache(partial(fused_for, model, batch, precision))
+        self._functions = Vectorised(model, batch, precision, self._graphs, self._kernels)
         self._workers = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self._workers, "fedobp-lanes")
         self._costs: dict[tuple[str, torch.dtype], Cost] = {}
@@ -145,7 +146,7 @@ class Lanes:
                 ids = data.ids(clients[chosen[:lanes]], positions, split)
                 x = data.samples(ids.flatten()).unflatten(0, ids.shape)
                 if special:
-                    with self._functions.autocast(x):
+                    with autocast(self._precision, x):
                         logits = vmap(special)({name: values[:lanes] for name, values in mine.items()}, x)
                 else:
                     logits = self._logits({name: tensor[:lanes] for name, tensor in tensors.items()}, x)
@@ -358,12 +359,6 @@ class Lanes:
     def _fit_vectorised(self, lanes: Sequence[Lane], rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:
         """Train a stack as `_fit_plain` does, by a vectorised function of one lane."""
         return self._functions.fit(lanes, rows, *self._data_order(lanes))
-
-    def _kernels(self, device: torch.device) -> "Fused | None":
-        """Return the fused kernels, where there are any for this model on this device."""
-        if device not in self._fused:
-            self._fused[device] = fused_for(self._model, self._batch, self._precision, device)
-        return self._fused[device]
 
     def _data_order(self, lanes: Sequence[Lane]) -> tuple[Tensor, Tensor]:
         """Return every step's samples [steps, lanes, batch], and how many of them are real [steps, lanes]."""

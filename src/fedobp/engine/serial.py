@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from fedobp.algorithms import Batch, Client, Record, Sparse, Sweep, Tensors, Train
 from fedobp.data import Split
-from fedobp.engine.arithmetic import Precision, serial_threads, steady
+from fedobp.engine.arithmetic import Precision, autocast, serial_threads, steady
 from fedobp.engine.interface import Counters, Task, Trained
 from fedobp.engine.schedule import batches, step_key, subset
 from fedobp.errors import FedobpError
@@ -72,7 +72,7 @@ class Serial:
         """Return the labels that each client's model gives to its samples, on the CPU."""
         found = []
         module = self._module(theta).eval()
-        with torch.no_grad(), steady(self._precision, self._threads), self._autocast(theta):
+        with torch.no_grad(), steady(self._precision, self._threads), autocast(self._precision, theta):
             for at, (client, vector) in enumerate(zip(task.now.cohort.tolist(), theta, strict=True)):
                 self._model.load(module, vector)
                 work = {name: values[at] for name, values in (beside or {}).items()}
@@ -94,7 +94,7 @@ class Serial:
             if isinstance(item, Train):
                 x, y = people.data.inputs(client, "train"), people.data.targets(client, "train")
                 data = self._batches(fold(key, phase), x, y, range(item.epochs), self._batch)
-                with steady(self._precision, self._threads), self._autocast(like):
+                with steady(self._precision, self._threads), autocast(self._precision, like):
                     state, losses = sgd(self._model, self._module(like), state, item, data)
                 loss = torch.stack(losses).mean() if losses else loss
                 state = replace(state, data={**about, "steps": torch.full_like(about["n"], len(losses))})
@@ -102,7 +102,7 @@ class Serial:
                 self.counters += Counters(len(losses), seen, seen)
             elif isinstance(item, Sweep):
                 x, y = people.data.inputs(client, "train"), people.data.targets(client, "train")
-                with steady(self._precision, self._threads), self._autocast(like):
+                with steady(self._precision, self._threads), autocast(self._precision, like):
                     state = self._sweep(state, item, fold(key, phase), x, y)
             else:
                 state = item(self._model, state)
@@ -140,10 +140,6 @@ class Serial:
         if where not in self._modules:
             self._modules[where] = self._model.module().to(*where)
         return self._modules[where]
-
-    def _autocast(self, like: Tensor) -> torch.autocast:
-        # Without its cache, which would go on with the weights of the first step.
-        return torch.autocast(like.device.type, torch.bfloat16, enabled=self._precision == "bf16", cache_enabled=False)
 
 
 def sgd(

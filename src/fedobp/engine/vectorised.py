@@ -15,6 +15,7 @@ from torch.utils import _pytree as trees
 
 from fedobp.algorithms import Batch, Client, Tensors
 from fedobp.data import FederatedData
+from fedobp.engine.arithmetic import Precision, autocast
 from fedobp.engine.fit import Make, Rule, Step, descend, move, scaled
 from fedobp.engine.graphs import Graphs
 from fedobp.engine.patches import patched
@@ -34,9 +35,20 @@ class Vectorised:
     """Runs functions of one lane on stacks of lanes."""
 
     def __init__(
-        self, model: Model, batch: int, low: bool, graphs: Graphs, kernels: Callable[[torch.device], "Fused | None"]
+        self,
+        model: Model,
+        batch: int,
+        precision: Precision,
+        graphs: Graphs,
+        kernels: Callable[[torch.device], "Fused | None"],
     ) -> None:
-        self._model, self._batch, self._low, self._graphs, self._kernels = model, batch, low, graphs, kernels
+        self._model, self._batch, self._precision, self._graphs, self._kernels = (
+            model,
+            batch,
+            precision,
+            graphs,
+            kernels,
+        )
         self._models: dict[torch.device, Model] = {}
 
     def model_on(self, device: torch.device) -> Model:
@@ -54,7 +66,8 @@ class Vectorised:
 
         That is for a loss of the method's own, and for BatchNorm, which has statistics to move.
         """
-        item, model = lanes[0].phase.item, self.model_on(ids.device)
+        # Steps are kept in graphs, and must not hold what holds these: a card's memory would wait for a collection.
+        item, model, precision = lanes[0].phase.item, self.model_on(ids.device), self._precision
         layout, loss_of, first = model.layout, item.loss, item.learn[0]
 
         def one(learned: Tensors, homes: dict[str, Any], batch: Batch) -> Any:
@@ -92,7 +105,7 @@ class Vectorised:
             rules = {name: Rule(**rule).part(awake) for name, rule in given["rules"].items()}
 
             def step(now: Tensors) -> None:
-                with self.autocast(total):
+                with autocast(precision, total):
                     gradients, (loss, seen) = step_of(learned, homes, batch_of(samples, scaling, now))
                 there = now["counts"] > 0
                 total.add_(loss * there)
@@ -118,7 +131,7 @@ class Vectorised:
         """Take a stack through a sweep: return `work` after it, each lane's epochs, and the slots taken."""
         item, data = lanes[0].phase.item, [lane.phase.task.people.data for lane in lanes]
         samples, device, keys = data[0], data[0].x.device, keys_of(lanes)
-        model = self.model_on(device)
+        model, precision = self.model_on(device), self._precision
         homes = {home: stacked_home(lanes, home) for home in _HOMES}
         work = homes.pop("work")
         chosen = None
@@ -139,7 +152,7 @@ class Vectorised:
 
             def step(now: Tensors) -> None:
                 batch = batch_of(samples, scaling, now)
-                with self.autocast(batch.x):
+                with autocast(precision, batch.x):
                     after = step_of(work, homes, batch)
                 goes = alive & (now["counts"] > 0)
                 # What has not changed is left alone. One may be another one's old value: then it is copied first.
@@ -183,10 +196,6 @@ class Vectorised:
         if plan["counts"].is_cuda and not getattr(phase.item, "whole", False):
             return self._graphs.descend(phase.kind, given, moving, plan, steps, make)
         return descend(given, moving, plan, steps, make)
-
-    def autocast(self, like: Tensor) -> torch.autocast:
-        """Return the context in which products have the engine's precision."""
-        return torch.autocast(like.device.type, torch.bfloat16, enabled=self._low, cache_enabled=False)
 
 
 def keys_of(lanes: Sequence[Lane]) -> Tensor:
