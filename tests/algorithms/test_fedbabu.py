@@ -32,9 +32,9 @@ def test_a_round_by_hand(model):
         state, phases = walk(model, method.local(model, NOW), own, row(down, client), [step])
         assert phases == [Train(5, part="base")]
         owns.append(state.own)
-        bases.append(state.up["base"])
-    assert [one["head"].tolist() for one in owns] == [[3, 4, 5]] * 2
-    server, rows = method.receive(model, NOW, server, rows, {"base": torch.stack(bases)}, torch.tensor([1, 3]))
+        bases.append(state.up["shared"])
+    assert [one["private"].tolist() for one in owns] == [[3, 4, 5]] * 2
+    server, rows = method.receive(model, NOW, server, rows, {"shared": torch.stack(bases)}, torch.tensor([1, 3]))
     down, _ = method.send(model, NOW, server, rows)
     served, phases = walk(model, method.serve(model, NOW), owns[0], row(down, 0), [vector(1, 1, 1, 1, 1)])
     assert phases == [Train(5, part="all")]

@@ -39,7 +39,7 @@ def vector(*values: float) -> Tensor:
 
 
 def run(model: Model, program, own: dict[str, Tensor], base: Tensor, step: Tensor) -> Client:
-    state = Client(own=own, down={"base": base}, work={}, up={}, hp={})
+    state = Client(own=own, down={"shared": base}, work={}, up={}, hp={})
     for item in program:
         state = state.set(theta=state.theta + step) if isinstance(item, Train) else item(model, state)
     return state
@@ -48,24 +48,24 @@ def run(model: Model, program, own: dict[str, Tensor], base: Tensor, step: Tenso
 def test_two_rounds_by_hand(model):
     server, row, own = METHOD.begin(model, vector(1, 2, 3, 4, 5), 0)
     assert row == {}
-    assert {name: value.tolist() for name, value in own.items()} == {"head": [3, 4, 5]}
+    assert {name: value.tolist() for name, value in own.items()} == {"private": [3, 4, 5]}
     owns, rows = [own, own], {}
     steps = (vector(4, 0, 1, 1, 1), vector(0, 4, -1, -1, -1))
     for base, mean in (([1, 2], [2, 5]), ([2, 5], [3, 8])):
         down, rows = METHOD.send(model, NOW, server, rows)
-        assert {name: value.tolist() for name, value in down.items()} == {"base": [base, base]}
+        assert {name: value.tolist() for name, value in down.items()} == {"shared": [base, base]}
         program = METHOD.local(model, NOW)
-        done = [run(model, program, owns[i], down["base"][i], steps[i]) for i in range(2)]
+        done = [run(model, program, owns[i], down["shared"][i], steps[i]) for i in range(2)]
         owns = [client.own for client in done]
-        assert [list(client.up) for client in done] == [["base"], ["base"]]
-        up = {"base": torch.stack([client.up["base"] for client in done])}
-        assert up["base"].tolist() == [[base[0] + 4, base[1]], [base[0], base[1] + 4]]
+        assert [list(client.up) for client in done] == [["shared"], ["shared"]]
+        up = {"shared": torch.stack([client.up["shared"] for client in done])}
+        assert up["shared"].tolist() == [[base[0] + 4, base[1]], [base[0], base[1] + 4]]
         server, rows = METHOD.receive(model, NOW, server, rows, up, torch.tensor([1, 3]))
         assert server["theta"].tolist() == [*mean, 3, 4, 5]  # nobody shares the head: it stays at theta^0
     assert rows == {}
-    assert [own["head"].tolist() for own in owns] == [[5, 6, 7], [1, 2, 3]]
+    assert [own["private"].tolist() for own in owns] == [[5, 6, 7], [1, 2, 3]]
     down, _ = METHOD.send(model, NOW, server, rows)
-    served = [run(model, METHOD.serve(model, NOW), own, down["base"][0], torch.ones(5)) for own in owns]
+    served = [run(model, METHOD.serve(model, NOW), own, down["shared"][0], torch.ones(5)) for own in owns]
     assert [client.theta.tolist() for client in served] == [[3, 8, 5, 6, 7], [3, 8, 1, 2, 3]]
     assert all(client.work["mine"].tolist() == [False, False, True, True, True] for client in served)
     assert all(client.up == {} for client in served)
@@ -79,12 +79,12 @@ def test_a_client_never_selected_serves_the_shared_base_with_the_head_of_theta_0
 
 def test_the_classifier_need_not_come_last(head_first):
     server, _, own = METHOD.begin(head_first, vector(1, 2, 3, 4, 5), 0)
-    assert own["head"].tolist() == [1, 2, 3]
+    assert own["private"].tolist() == [1, 2, 3]
     down, rows = METHOD.send(head_first, NOW, server, {})
-    assert down["base"].tolist() == [[4, 5], [4, 5]]
-    done = run(head_first, METHOD.local(head_first, NOW), own, down["base"][0], vector(1, 2, 3, 4, 5))
-    assert (done.own["head"].tolist(), done.up["base"].tolist()) == ([2, 4, 6], [8, 10])
-    up = {"base": torch.stack([done.up["base"], vector(0, 2)])}
+    assert down["shared"].tolist() == [[4, 5], [4, 5]]
+    done = run(head_first, METHOD.local(head_first, NOW), own, down["shared"][0], vector(1, 2, 3, 4, 5))
+    assert (done.own["private"].tolist(), done.up["shared"].tolist()) == ([2, 4, 6], [8, 10])
+    up = {"shared": torch.stack([done.up["shared"], vector(0, 2)])}
     server, _ = METHOD.receive(head_first, NOW, server, rows, up, torch.tensor([1, 1]))
     assert server["theta"].tolist() == [1, 2, 3, 4, 6]
     served = run(head_first, METHOD.serve(head_first, NOW), done.own, vector(4, 6), torch.ones(5))

@@ -32,11 +32,11 @@ def test_a_round_by_hand(model):
         steps = [vector(0, 0, 1, 1, 1), base]
         state, phases = walk(model, method.local(model, NOW), own, row(down, client), steps)
         assert phases == [Train(4, part="head"), Train(1, part="base")]
-        assert list(state.up) == ["base"]
-        heads.append(state.own["head"].tolist())
-        bases.append(state.up["base"])
+        assert list(state.up) == ["shared"]
+        heads.append(state.own["private"].tolist())
+        bases.append(state.up["shared"])
     assert heads == [[4, 5, 6], [4, 5, 6]]
-    server, _ = method.receive(model, NOW, server, rows, {"base": torch.stack(bases)}, torch.tensor([1, 3]))
+    server, _ = method.receive(model, NOW, server, rows, {"shared": torch.stack(bases)}, torch.tensor([1, 3]))
     assert server["theta"].tolist() == [2, 5, 3, 4, 5]
 
 
@@ -48,7 +48,7 @@ def test_a_last_round_of_everyones_heads(model):
     down, rows = method.send(model, last, server, rows)
     state, phases = walk(model, method.local(model, last), own, row(down, 0), [vector(0, 0, 1, 1, 1)])
     assert phases == [Train(12, part="head")]
-    up = {"base": torch.stack([state.up["base"]] * 2)}
+    up = {"shared": torch.stack([state.up["shared"]] * 2)}
     after, _ = method.receive(model, last, server, rows, up, torch.tensor([1, 3]))
     assert after["theta"].tolist() == server["theta"].tolist()
 

@@ -9,7 +9,7 @@ from typing import ClassVar, cast
 
 from fedobp.algorithms.base import Moment, Part, Program, Train, option
 from fedobp.algorithms.fedavg import all_mine
-from fedobp.algorithms.fedper import FedPer, join_parts, keep_head
+from fedobp.algorithms.fedper import FedPer
 from fedobp.models import Model
 
 
@@ -26,8 +26,8 @@ class FedBABU(FedPer):
 
     def local(self, model: Model, now: Moment) -> Program:
         """Train the base alone."""
-        return [join_parts, Train(now.epochs, part="base"), keep_head]
+        return [self.take, Train(now.epochs, part="base"), self.keep]
 
     def serve(self, model: Model, now: Moment) -> Program:
         """Fine-tune, and use what comes of it."""
-        return [join_parts, Train(self.finetune, part=cast(Part, self.tune)), all_mine]
+        return [self.take, Train(self.finetune, part=cast(Part, self.tune)), all_mine]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedobp.algorithms.base import Moment, Program, Train, option
-from fedobp.algorithms.fedper import FedPer, join_parts, keep_head
+from fedobp.algorithms.fedper import FedPer
 from fedobp.models import Model
 
 
@@ -32,6 +32,6 @@ class FedRep(FedPer):
     def local(self, model: Model, now: Moment) -> Program:
         """Spend the local epochs on the head, and the last of them on the base."""
         if self.everyone(now.round, now.rounds):
-            return [join_parts, Train(self.final_epochs, part="head"), keep_head]
+            return [self.take, Train(self.final_epochs, part="head"), self.keep]
         base = min(self.base_epochs, now.epochs)
-        return [join_parts, Train(now.epochs - base, part="head"), Train(base, part="base"), keep_head]
+        return [self.take, Train(now.epochs - base, part="head"), Train(base, part="base"), self.keep]

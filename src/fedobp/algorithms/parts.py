@@ -46,7 +46,7 @@ class Parted(Method):
 
     def local(self, model: Model, now: Moment) -> Program:
         """Train everything together."""
-        return [self._join, Train(now.epochs), self._keep]
+        return [self.take, Train(now.epochs), self.keep]
 
     def receive(
         self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
@@ -57,12 +57,14 @@ class Parted(Method):
 
     def serve(self, model: Model, now: Moment) -> Program:
         """Use one's own part with what is shared now."""
-        return [self._join]
+        return [self.take]
 
-    def _join(self, model: Model, client: Client) -> Client:
+    def take(self, model: Model, client: Client) -> Client:
+        """Put one's own part and the downloaded one together."""
         theta = self.join(model, client.own["private"], dense(client.down, "shared"))
         return client.set(theta=theta, mine=~model.layout.mask(self.shares(model), theta.device))
 
-    def _keep(self, model: Model, client: Client) -> Client:
+    def keep(self, model: Model, client: Client) -> Client:
+        """Keep the private part, send the other."""
         private, shared = self.split(model, client.theta)
         return client.remember(private=private).upload(shared=shared)
