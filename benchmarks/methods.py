@@ -15,7 +15,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,19 +79,10 @@ def run(given: argparse.Namespace) -> None:
     begun = time.perf_counter()
     for group in grouped.values():
         started = time.perf_counter()
-
-        def told(at: Progress, started: float = started) -> None:
-            if at.run or (at.round % 50 and at.round != 10):
-                return
-            took, left = time.perf_counter() - started, 60 * given.minutes - (time.perf_counter() - begun)
-            print(f"  round {at.round} of {at.rounds} after {took:.0f} s", flush=True)
-            if at.round >= 50 and took / at.round * (at.rounds - at.round) > left:
-                raise FedobpError("they would not end in time: ask for fewer methods at once")
-
         with tempfile.TemporaryDirectory() as place:
             folders = [Path(place, str(run)) for run in range(len(group))]
             try:
-                sweep(group, out=folders, keep_models=False, progress=told)
+                sweep(group, out=folders, keep_models=False, progress=watch(begun + 60 * given.minutes))
             except FedobpError as error:  # all, if there is no time; or one of them, and the others have finished
                 print(error, flush=True)
             for config, folder in zip(group, folders, strict=True):
@@ -101,6 +92,21 @@ def run(given: argparse.Namespace) -> None:
                     file.write_text(json.dumps({**result, "options": config.options, "out": None}, indent=1) + "\n")
                     print(f"{file.stem}: {mean([result], 'accuracy')}, last {mean([result], 'last')}", flush=True)
         print(f"  {len(group)} runs in {time.perf_counter() - started:.1f} s", flush=True)
+
+
+def watch(until: float) -> Callable[[Progress], None]:
+    """Return what says how far a launch is, and gives it up if it would end too late. Graphs are made before round 10."""
+    started, rounds = time.perf_counter(), {}
+
+    def told(at: Progress) -> None:
+        if at.run or (at.round % 50 and at.round != 10):
+            return
+        now = rounds[at.round] = time.perf_counter()
+        print(f"  round {at.round} of {at.rounds} after {now - started:.0f} s", flush=True)
+        if at.round > 10 and now + (now - rounds[10]) / (at.round - 10) * (at.rounds - at.round) > until:
+            raise FedobpError("they would not end in time: ask for fewer methods at once")
+
+    return told
 
 
 def found(folder: Path, dataset: str) -> dict[str, list[dict[str, Any]]]:
