@@ -95,7 +95,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def watch(until: float) -> Callable[[Progress], None]:
-    """Return what says how far a launch is, and gives it up if it would end too late. Graphs are made before round 10."""
+    """Return what says how far a launch is, and gives up what would end too late; graphs are made before round 10."""
     started, rounds = time.perf_counter(), {}
 
     def told(at: Progress) -> None:
