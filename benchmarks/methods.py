@@ -79,6 +79,9 @@ def run(given: argparse.Namespace) -> None:
     begun = time.perf_counter()
     for group in grouped.values():
         started = time.perf_counter()
+        if started > begun + 60 * given.minutes:
+            print("out of time: start again for the rest", flush=True)
+            return
         with tempfile.TemporaryDirectory() as place:
             folders = [Path(place, str(run)) for run in range(len(group))]
             try:
@@ -96,14 +99,17 @@ def run(given: argparse.Namespace) -> None:
 
 def watch(until: float) -> Callable[[Progress], None]:
     """Return what says how far a launch is, and gives up what would end too late; graphs are made before round 10."""
-    started, rounds = time.perf_counter(), {}
+    started = time.perf_counter()
+    rounds: dict[int, float] = {}
 
     def told(at: Progress) -> None:
-        if at.run or (at.round % 50 and at.round != 10):
+        if at.round == 10 and 50 in rounds:
+            rounds.clear()  # another model's runs, or more than there was room for
+        if at.round in rounds or (at.round % 50 and at.round != 10):
             return
         now = rounds[at.round] = time.perf_counter()
         print(f"  round {at.round} of {at.rounds} after {now - started:.0f} s", flush=True)
-        if at.round > 10 and now + (now - rounds[10]) / (at.round - 10) * (at.rounds - at.round) > until:
+        if 10 < at.round < at.rounds and now + (now - rounds[10]) / (at.round - 10) * (at.rounds - at.round) > until:
             raise FedobpError("they would not end in time: ask for fewer methods at once")
 
     return told

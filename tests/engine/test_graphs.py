@@ -10,6 +10,7 @@ import torch
 from lanes_cases import BATCH as CASE_BATCH
 from lanes_cases import CHANGES, FAST, PHASES, Plan, agree, made, played, uses_logits
 
+from fedobp.algorithms import Sweep
 from fedobp.engine import Lanes, Serial
 from fedobp.engine.fit import active, descend, training
 from fedobp.engine.graphs import KINDS, Graphs, rounded
@@ -253,3 +254,21 @@ def test_graphs_go_with_their_engine_and_wait_for_no_collection(phases):
         assert kept() is None
     finally:
         gc.enable()
+
+
+TEACHER = torch.nn.Linear(64, 3).double()
+
+
+def learn(model, client, batch):
+    """A step that uses a module of its own, whose parameters want gradients."""
+    return client.set(theta=client.theta + batch.mean(TEACHER(batch.x.flatten(1)).sum(dim=1)) / 10)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_step_may_use_a_module_of_its_own(graphs, request, monkeypatch):
+    if graphs:
+        request.getfixturevalue("replaying")
+    monkeypatch.setitem(PHASES, "teacher", [Sweep(learn, 2)])
+    model, plans = made("mlp"), [Plan("teacher")]
+    found = played(Lanes(model, CASE_BATCH), model, plans)
+    agree(found, played(Serial(model, CASE_BATCH), model, plans))

@@ -28,6 +28,7 @@ from fedobp.engine.kernels.fused import Fused
 from fedobp.engine.kernels.shapes import Shapes, flat_order, kernel_order
 from fedobp.engine.kernels.tiles import EXACT, Tile, Tiles, tiles_for
 from fedobp.engine.patches import PatchConv2d
+from fedobp.errors import FedobpError
 from fedobp.models import NETS, Model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted only without a card")
@@ -133,9 +134,36 @@ def test_kernels_are_for_batches_that_they_know_and_one_derivative(monkeypatch):
         near(grad(loss)(theta, *given), grad(losses_of(problem.model))(theta.double(), given[0].double(), given[1]))
     twice = grad(lambda theta, of, x: grad(of)(theta, x, y[:16]).square().sum())
     near(twice(theta, loss, x[:16]), twice(theta.double(), losses_of(problem.model), x[:16].double()), 1e-4)
-    by_image = grad(loss, argnums=1)(theta, x[:16], y[:16])
-    near(by_image, grad(losses_of(problem.model), argnums=1)(theta.double(), x[:16].double(), y[:16]))
+    near(
+        grad(loss, argnums=1)(theta, x[:16], y[:16]),
+        grad(losses_of(problem.model), argnums=1)(theta.double(), x[:16].double(), y[:16]),
+    )
+
+    def one_by_one(model):
+        one = vmap(lambda theta, x, y: losses_of(model)(theta, x[None], y[None]), in_dims=(None, 0, 0))
+        return grad(lambda x, theta: one(theta, x, y[:3]).sum())
+
+    near(one_by_one(fused)(x[:3], theta), one_by_one(problem.model)(x[:3].double(), theta.double()))
+    near(
+        grad(loss)(theta.double(), x[:16].double(), y[:16]),
+        grad(losses_of(problem.model))(theta.double(), x[:16].double(), y[:16]),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fused.logits(theta, x[:16]).dtype == torch.bfloat16
     assert not asked
+
+
+def test_a_second_derivative_that_cannot_be_foreseen_is_refused():
+    problem = Problem(Case())
+    loss = losses_of(interpreted(problem).vectorised(problem.model))
+    x, y = problem.inputs(torch.arange(16)).float(), torch.arange(16) % 10
+
+    def penalised(theta):
+        [gradient] = torch.autograd.grad(loss(theta, x, y), theta, create_graph=True)
+        return gradient.square().sum()
+
+    with pytest.raises(FedobpError, match="kernels have no second derivative: take both"):
+        grad(penalised)(problem.theta[0])
 
 
 @pytest.fixture

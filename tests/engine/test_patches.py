@@ -103,6 +103,46 @@ def test_under_autocast_it_computes_in_bfloat16():
     torch.testing.assert_close(found, theirs, rtol=0.02, atol=0.02)
 
 
+def test_autocast_leaves_doubles_alone_and_a_layer_keeps_its_attributes():
+    one = PatchConv2d(layer(padding=1))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert one(images(SAMPLES, 2, 7, 6)).dtype == torch.float64
+    assert (one.out_channels, one.padding, list(one.state_dict())) == (5, (1, 1), ["weight", "bias"])
+
+
+def test_without_samples_there_is_no_gradient():
+    one = layer()
+    tensors = {name: tensor.detach() for name, tensor in one.named_parameters()}
+    found = grad(loss_of(PatchConv2d(one)))(tensors, images(0, 2, 7, 6))
+    assert all(tensor.eq(0).all() for tensor in found.values())
+
+
+def penalised(model):
+    """A loss with the squared norms of two gradients in it, taken by `torch.autograd` or by `torch.func`."""
+
+    def by_autograd(theta, x, y):
+        x = x + 0 * theta.sum()
+        loss = functional.cross_entropy(model.logits(theta, x), y)
+        gradients = torch.autograd.grad(loss, (theta, x), create_graph=True)
+        return loss + sum(one.square().sum() for one in gradients)
+
+    def by_func(theta, x, y):
+        def loss(theta, x):
+            return functional.cross_entropy(model.logits(theta, x), y)
+
+        return loss(theta, x) + sum(one.square().sum() for one in grad(loss, argnums=(0, 1))(theta, x))
+
+    return by_autograd, by_func
+
+
+def test_second_derivatives_are_right():
+    model = Model("cnn-small", (1, 8, 8), 4)
+    theta = torch.stack([model.initial(seed).double() for seed in range(LANES)])
+    x, y = images(LANES, SAMPLES, 1, 8, 8), torch.arange(LANES * SAMPLES).view(LANES, SAMPLES) % 4
+    for mine, theirs in zip(penalised(patched(model)), penalised(model), strict=True):
+        same(vmap(grad(mine))(theta, x, y), vmap(grad(theirs))(theta, x, y))
+
+
 @pytest.mark.parametrize("name", ["cnn", "cnn-bn", "cnn-small"])
 def test_a_patched_model_computes_the_same(name):
     model = Model(name, (1, 16, 16), 4)

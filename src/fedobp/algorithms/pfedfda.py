@@ -103,10 +103,13 @@ class PFedFDA(Method):
     )
     betas: str = option(
         "two",
-        "one beta for means and one for the covariance (two, the authors' default), one for both, or 1 for both (own)",
+        "one beta for means and one for the covariance (two, the authors' default), one for both, or 1 for both (own); "
+        "without effect as-published",
         choices=("two", "one", "own"),
     )
-    beta_steps: int = option(10, "steps of the search for beta; 10 is the authors' limit", low=0)
+    beta_steps: int = option(
+        10, "steps of the search for beta; 10 is the authors' limit; without effect as-published", low=0
+    )
     last: str = option("sample", "who trains in the last round; the authors let all clients", choices=("sample", "all"))
 
     def everyone(self, round: int, rounds: int) -> bool:

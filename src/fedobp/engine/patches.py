@@ -50,37 +50,42 @@ class PatchProduct(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep what the way back needs."""
-        _, patches, kernels = output
-        ctx.mark_non_differentiable(patches, kernels)
+        """Keep what the way back needs. It is part of the outputs, so that the way back has a derivative too."""
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(patches, kernels)
+        ctx.save_for_backward(*output[1:])
         ctx.shapes = inputs[0].shape, inputs[1].shape
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of images, if they are asked for, weights and biases."""
-        if gradients[0] is None:  # nobody uses the outputs
-            return None, None, None
         patches, kernels = ctx.saved_tensors
+        of_out, of_patches, of_kernels = gradients
         (lanes, samples, height, width, channels), (_, outputs, _, tall, wide) = ctx.shapes
         used = tall * wide * channels
         rows, columns = height - tall + 1, width - wide + 1
+        image = weight = bias = None
         with torch.autocast(patches.device.type, enabled=False):  # all has the products' type already
-            gradient = gradients[0].reshape(lanes, samples * rows * columns, outputs)
-            by_sample = (lanes * samples, rows * columns, -1)
-            products = torch.bmm(patches.reshape(by_sample).transpose(1, 2), gradient.reshape(by_sample))
-            weight = products.unflatten(0, (lanes, samples)).sum(dim=1)[:, :used]
-            weight = weight.view(lanes, tall, wide, channels, outputs).permute(0, 4, 3, 1, 2)
-            bias = gradient.sum(dim=1)
-            if not ctx.needs_input_grad[0]:
-                return None, weight, bias
-            back = torch.bmm(gradient, kernels[:, :used].transpose(1, 2))
-            back = back.view(lanes, samples, rows, columns, tall, wide, channels)
-            image = gradient.new_zeros(lanes, samples, height, width, channels)
-            for row in range(tall):
-                for column in range(wide):
-                    image[:, :, row : row + rows, column : column + columns] += back[:, :, :, :, row, column]
+            if of_out is not None:
+                gradient = of_out.reshape(lanes, samples * rows * columns, outputs)
+                by_sample = lanes * samples, rows * columns
+                products = torch.bmm(
+                    patches.reshape(*by_sample, patches.shape[-1]).transpose(1, 2),
+                    gradient.reshape(*by_sample, outputs),
+                )
+                of_kernels = _sum(of_kernels, products.unflatten(0, (lanes, samples)).sum(dim=1))
+                bias = gradient.sum(dim=1)
+                if ctx.needs_input_grad[0]:
+                    of_patches = _sum(of_patches, torch.bmm(gradient, kernels.transpose(1, 2)))
+            if of_kernels is not None:
+                weight = of_kernels[:, :used].reshape(lanes, tall, wide, channels, outputs).permute(0, 4, 3, 1, 2)
+            if of_patches is not None and ctx.needs_input_grad[0]:
+                back = (
+                    of_patches[..., :used].unflatten(1, (samples, rows, columns)).unflatten(-1, (tall, wide, channels))
+                )
+                image = back.new_zeros(lanes, samples, height, width, channels)
+                for row in range(tall):
+                    for column in range(wide):
+                        image[:, :, row : row + rows, column : column + columns] += back[:, :, :, :, row, column]
         return image, weight, bias
 
     @staticmethod
@@ -94,6 +99,10 @@ class PatchProduct(torch.autograd.Function):
             return (out.unflatten(1, images.shape[1:3]), patches.unflatten(1, (many, -1)), kernels), (1, 1, None)
         found = _apply(*in_lanes(many, in_dims, given))
         return tuple(tensor.unflatten(0, (many, -1)) for tensor in found), (0, 0, 0)
+
+
+def _sum(one: Tensor | None, other: Tensor) -> Tensor:
+    return other if one is None else one + other
 
 
 def in_lanes(many: int, in_dims: Sequence[int | None], given: Sequence[Tensor]) -> list[Tensor]:
@@ -136,24 +145,22 @@ def convolved(padding: Sequence[int], image: Tensor, weight: Tensor, bias: Tenso
     return _apply(image, weight, weight.new_zeros(weight.shape[:2]) if bias is None else bias)[0]
 
 
-class PatchConv2d(nn.Module):
+class PatchConv2d(nn.Conv2d):
     """A convolution with the same tensors, which `vmap` takes through all lanes at once."""
 
     def __init__(self, like: nn.Conv2d) -> None:
-        super().__init__()
-        assert not isinstance(like.padding, str)
-        self.weight, self.bias, self._padding = like.weight, like.bias, like.padding
+        self.__dict__.update(like.__dict__)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to [B, C, H, W]."""
         if not derived_once():
-            return functional.conv2d(x, self.weight, self.bias, padding=self._padding)
-        kind = x.device.type
+            return super().forward(x)
+        assert not isinstance(self.padding, str)
         tensors = [x.permute(0, 2, 3, 1), self.weight, *([] if self.bias is None else [self.bias])]
-        if torch.is_autocast_enabled(kind):
-            tensors = [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            tensors = [tensor.to(torch.get_autocast_dtype(x.device.type)) for tensor in tensors]
         image, weight, *bias = (tensor[None] for tensor in tensors)
-        return convolved(self._padding, image, weight, bias[0] if bias else None)[0].permute(0, 3, 1, 2)
+        return convolved(self.padding, image, weight, bias[0] if bias else None)[0].permute(0, 3, 1, 2)
 
 
 def patched(model: Model) -> Model:

@@ -162,7 +162,7 @@ class Vectorised:
                     changed[name] = values.clone() if values.untyped_storage().data_ptr() in held else values
                 for name, values in changed.items():
                     here, old = goes.view(-1, *[1] * (values.ndim - 1)), work[name]
-                    torch.where(here, values.to(old.dtype), old, out=old)
+                    torch.where(here, values.detach().to(old.dtype), old, out=old)
 
             return step
 

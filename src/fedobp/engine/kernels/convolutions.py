@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn import functional
 
 from fedobp.engine.kernels import backward, forward
@@ -19,6 +20,7 @@ from fedobp.engine.kernels.shapes import Shapes
 from fedobp.engine.kernels.step import AFTER, Arithmetic, low_type, splits_of
 from fedobp.engine.kernels.tiles import Tiles
 from fedobp.engine.patches import PatchConv2d, derived_once, in_lanes
+from fedobp.errors import FedobpError
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ class Convolutions(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        """Return the weights' gradients; nobody asks for that of the images."""
+        """Return the weights' gradients; who wants that of the images gets layers of torch's own."""
+        assert not ctx.needs_input_grad[1]
         if gradients[0] is None:
             return (None,) * 6
         return None, None, *_Gradients.apply(ctx.setting, gradients[0], *ctx.saved_tensors)  # type: ignore[no-untyped-call]
@@ -149,7 +152,15 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is kept: where second derivatives are taken, layers are torch's own."""
+        """Nothing is kept: where `torch.func` takes a second derivative, layers are torch's own."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Refuse: of a second derivative by `torch.autograd` one learns only when it is too late."""
+        raise FedobpError(
+            "the convolution kernels have no second derivative: take both derivatives with torch.func.grad, "
+            "or use --engine serial"
+        )
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], setting: Setting, *given: Tensor) -> tuple[Any, Any]:
@@ -165,6 +176,13 @@ def _image(lanes: int, batch: int, side: int, low: torch.dtype, device: torch.de
     """
     storage = torch.zeros(lanes * batch * side**2 * 4 + AFTER, dtype=low, device=device)
     return storage, storage[:-AFTER].view(lanes, batch, side, side, 4)
+
+
+def _tracked(x: Tensor) -> bool:
+    """Say whether any transform around follows a tensor with a derivative."""
+    while not x.requires_grad and is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x.requires_grad
 
 
 class FusedCNN(nn.Module):
@@ -187,9 +205,21 @@ class FusedCNN(nn.Module):
             setattr(self, name, layer)
         self._setting, self._batches = setting, frozenset(batches)
 
+    def _suits(self, x: Tensor) -> bool:
+        """Say whether the kernels compute what is asked for: one derivative, of weights, in their precision."""
+        kind = x.device.type
+        low = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+        return (
+            len(x) in self._batches
+            and x.dtype == self.conv1.weight.dtype == torch.float32
+            and low == (self._setting.precision == "bf16")
+            and derived_once()
+            and not _tracked(x)
+        )
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits."""
-        if len(x) in self._batches and derived_once() and not x.requires_grad:
+        if self._suits(x):
             tensors: Any = x, self.conv1.weight, self.conv1.bias, self.conv2.weight, self.conv2.bias
             found: Any = Convolutions.apply(self._setting, *(tensor[None] for tensor in tensors))  # type: ignore[no-untyped-call]
             x = found[0][0].permute(0, 3, 1, 2)
