@@ -7,6 +7,7 @@ images to the hidden layer's inputs, by the same kernels.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn import functional
 
-from fedobp.engine.kernels import backward, forward
+from fedobp.engine.kernels import backward
 from fedobp.engine.kernels.rule import B1, B2, BF, SUMS1, SUMS2
 from fedobp.engine.kernels.shapes import Shapes
-from fedobp.engine.kernels.step import AFTER, Arithmetic, low_type, splits_of
+from fedobp.engine.kernels.step import AFTER, Arithmetic, Kind, convolutions, low_type, splits_of
 from fedobp.engine.kernels.tiles import Tiles
 from fedobp.engine.patches import PatchConv2d, derived_once, in_lanes
 from fedobp.errors import FedobpError
@@ -32,19 +33,14 @@ class Setting:
     precision: Arithmetic
     tiles: tuple[Tiles, ...]
 
-    def shapes(self, batch: int) -> Shapes:
-        """Return the sizes for a batch."""
-        return Shapes(self.side, self.channels, 2, batch)
+    def kind(self, batch: int) -> Kind:
+        """Return what a step of such a batch does; nobody asks how many classes there are."""
+        return Kind(Shapes(self.side, self.channels, 2, batch), self.precision, "all")
 
     def tiles_of(self, lanes: int, batch: int) -> Tiles:
         """Return the tiles for so many lanes; single samples have too few rows for any but the last."""
         fitting = [tiles for tiles in self.tiles if batch >= 16 and lanes <= tiles.lanes]
         return fitting[0] if fitting else self.tiles[-1]
-
-    @property
-    def product(self) -> str:
-        """How float32 numbers are multiplied."""
-        return "ieee" if self.precision == "fp32" else "tf32"
 
 
 class Convolutions(torch.autograd.Function):
@@ -60,9 +56,9 @@ class Convolutions(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Lay out what the kernels read, and launch them."""
         lanes, batch = x.shape[:2]
-        shapes, low, tiles = setting.shapes(batch), low_type(setting.precision), setting.tiles_of(lanes, batch)
-        side, side1, side2, product = shapes.side, shapes.pooled1, shapes.pooled2, setting.product
-        storage, image = _image(lanes, batch, side, low, x.device)
+        kind, low, tiles = setting.kind(batch), low_type(setting.precision), setting.tiles_of(lanes, batch)
+        shapes = kind.shapes
+        storage, image = _image(lanes, batch, shapes.side, low, x.device)
         image[..., : shapes.channels] = x.permute(0, 1, 3, 4, 2)
         # A kernel row for the left position of a pooling window, and a pixel further right for the right one.
         rows = functional.pad(w1.permute(0, 3, 4, 2, 1), (0, 0, 0, 4 - shapes.channels))
@@ -73,19 +69,16 @@ class Convolutions(torch.autograd.Function):
         nobody = torch.empty(lanes, dtype=torch.int32, device=x.device)
         pooled1, pooled2 = (
             torch.empty(lanes, batch, size, size, maps, dtype=low, device=x.device)
-            for size, maps in ((side1, 32), (side2, 64))
+            for size, maps in ((shapes.pooled1, 32), (shapes.pooled2, 64))
         )
         arg1, arg2 = (torch.empty_like(pooled, dtype=torch.int8) for pooled in (pooled1, pooled2))
-        count, several, warps, stages = tiles.conv1
-        forward.conv1[-(-batch * side1**2 // (count * several)), lanes](
-            storage, nobody, nobody, spread, biases, pooled1, arg1,
-            BF.value, batch, side, side1, count, several, True, False, product,
-            num_warps=warps, num_stages=stages)  # fmt: skip
-        count, _, warps, stages = tiles.conv2
-        forward.conv2[-(-batch * side2**2 // count), lanes](
-            pooled1, nobody, flipped, biases, pooled2, arg2,
-            BF.value, batch, side1, side2, count, True, False, product,
-            num_warps=warps, num_stages=stages)  # fmt: skip
+        at = SimpleNamespace(
+            x=storage, count=nobody, step=nobody, spread=spread, flipped=flipped, theta=biases,
+            pooled1=pooled1, arg1=arg1, pooled2=pooled2, arg2=arg2,
+        )  # fmt: skip
+        launch = convolutions(kind, at, tiles, lanes, padded=False)
+        launch["conv1"]()
+        launch["conv2"]()
         return pooled2, image, pooled1, arg1, arg2, taps
 
     @staticmethod
@@ -124,26 +117,24 @@ class _Gradients(torch.autograd.Function):
         """Launch the kernels, and add up their partial sums."""
         image, pooled1, arg1, arg2, taps = (one.contiguous() for one in kept)
         lanes, batch = gradient.shape[:2]
-        shapes, tiles, low = setting.shapes(batch), setting.tiles_of(lanes, batch), pooled1.dtype
-        side, side1, side2, product = shapes.side, shapes.pooled1, shapes.pooled2, setting.product
-        storage, again = _image(lanes, batch, side, low, image.device)
+        kind, tiles, low = setting.kind(batch), setting.tiles_of(lanes, batch), pooled1.dtype
+        shapes, (splits1, splits2) = kind.shapes, splits_of(kind.shapes, tiles)
+        storage, again = _image(lanes, batch, shapes.side, low, image.device)
         again.copy_(image)
         d2 = image.new_zeros(lanes, batch, shapes.frame, shapes.frame, 64)
-        backward.unpooled[-(-batch * side2**2 // 64), lanes](gradient.to(low).contiguous(), arg2, d2, batch, side2, 64)
-        d1 = torch.empty_like(pooled1)
-        count, block, warps, stages = tiles.conv2_inputs
+        backward.unpooled[-(-batch * shapes.pooled2**2 // 64), lanes](
+            gradient.to(low).contiguous(), arg2, d2, batch, shapes.pooled2, 64
+        )
         nobody = torch.empty(lanes, dtype=torch.int32, device=image.device)
-        backward.conv2_inputs[-(-(batch * (side1 // block) ** 2) // count), lanes](
-            d2, taps, d1, nobody, batch, side1, side2, block, count, False, product,
-            num_warps=warps, num_stages=stages)  # fmt: skip
-        splits1, splits2 = splits_of(shapes, tiles)
         sums1 = image.new_empty(lanes, splits1, SUMS1.value, dtype=torch.float32)
         sums2 = image.new_empty(lanes, splits2, SUMS2.value, dtype=torch.float32)
-        rows1, rows2, warps, stages = tiles.weights_backward
-        backward.weights_backward[splits1 + 5 * splits2, lanes](
-            storage, nobody, nobody, pooled1, d1, d2, arg1, sums1, sums2,
-            batch, side, side1, side2, splits1, rows1, splits2, rows2, False, product,
-            num_warps=warps, num_stages=stages)  # fmt: skip
+        at = SimpleNamespace(
+            x=storage, count=nobody, awake=nobody, taps=taps, pooled1=pooled1, arg1=arg1,
+            d1=torch.empty_like(pooled1), d2=d2, sums1=sums1, sums2=sums2,
+        )  # fmt: skip
+        launch = convolutions(kind, at, tiles, lanes, padded=False)
+        launch["conv2_inputs"]()
+        launch["weights_backward"]()
         first, second = sums1.sum(dim=1), sums2.sum(dim=1)
         both = first[:, : 160 * 64].view(lanes, 5, 8, 4, 32, 2)[:, :, :, : shapes.channels]
         w1 = (both[:, :, :5, ..., 0] + both[:, :, 1:6, ..., 1]).permute(0, 4, 3, 1, 2)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,11 @@ AFTER = 64  # entries
 def low_type(precision: Arithmetic) -> torch.dtype:
     """Return the type of what products read; sums and weights are float32."""
     return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def product_of(precision: Arithmetic) -> str:
+    """Return how products of float32 numbers are taken."""
+    return "ieee" if precision == "fp32" else "tf32"
 
 
 @dataclass(frozen=True)
@@ -95,29 +100,51 @@ class Samples(NamedTuple):
     y: Tensor
 
 
-def launches(kind: Kind, at: Buffers, tiles: Tiles, lanes: int, padded: bool, samples: Samples) -> Launches:
-    """Return a step's launches by name. With `padded`, lanes without samples are left as they are."""
+def convolutions(kind: Kind, at: Any, tiles: Tiles, lanes: int, padded: bool) -> Launches:
+    """Return the launches of both convolutions' two ways by name; `at` holds what they read and write."""
     shapes, learns = kind.shapes, kind.part is not None
     batch, side, pooled1, pooled2 = shapes.batch, shapes.side, shapes.pooled1, shapes.pooled2
-    features, outputs, classes, size = shapes.features, shapes.outputs, shapes.classes, shapes.size
-    parts = HIDDEN.value // tiles.dense.size
-    product = "ieee" if kind.precision == "fp32" else "tf32"
     splits1, splits2 = splits_of(shapes, tiles)
-    rule = (at.theta, at.velocity, at.anchor, at.drift, at.moving, at.numbers)
+    product = product_of(kind.precision)
 
     def conv1() -> None:
         rows, several, warps, stages = tiles.conv1
         forward.conv1[-(-batch * pooled1**2 // (rows * several)), lanes](
             at.x, at.count, at.step, at.spread, at.theta, at.pooled1, at.arg1,
-            size, batch, side, pooled1, rows, several, learns, padded, product,
+            at.theta.shape[1], batch, side, pooled1, rows, several, learns, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
     def conv2() -> None:
         rows, _, warps, stages = tiles.conv2
         forward.conv2[-(-batch * pooled2**2 // rows), lanes](
             at.pooled1, at.count, at.flipped, at.theta, at.pooled2, at.arg2,
-            size, batch, pooled1, pooled2, rows, learns, padded, product,
+            at.theta.shape[1], batch, pooled1, pooled2, rows, learns, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
+
+    def conv2_inputs() -> None:
+        rows, block, warps, stages = tiles.conv2_inputs
+        backward.conv2_inputs[-(-(batch * (pooled1 // block) ** 2) // rows), lanes](
+            at.d2, at.taps, at.d1, at.count,
+            batch, pooled1, pooled2, block, rows, padded, product,
+            num_warps=warps, num_stages=stages)  # fmt: skip
+
+    def weights_backward() -> None:
+        rows1, rows2, warps, stages = tiles.weights_backward
+        backward.weights_backward[splits1 + 5 * splits2, lanes](
+            at.x, at.count, at.awake, at.pooled1, at.d1, at.d2, at.arg1, at.sums1, at.sums2,
+            batch, side, pooled1, pooled2, splits1, rows1, splits2, rows2, padded, product,
+            num_warps=warps, num_stages=stages)  # fmt: skip
+
+    return {"conv1": conv1, "conv2": conv2, "conv2_inputs": conv2_inputs, "weights_backward": weights_backward}
+
+
+def launches(kind: Kind, at: Buffers, tiles: Tiles, lanes: int, padded: bool, samples: Samples) -> Launches:
+    """Return a step's launches by name. With `padded`, lanes without samples are left as they are."""
+    shapes, learns, batch, pooled2 = kind.shapes, kind.part is not None, kind.shapes.batch, kind.shapes.pooled2
+    features, outputs, classes, size = shapes.features, shapes.outputs, shapes.classes, shapes.size
+    parts, product = HIDDEN.value // tiles.dense.size, product_of(kind.precision)
+    layers = convolutions(kind, at, tiles, lanes, padded)
+    rule = (at.theta, at.velocity, at.anchor, at.drift, at.moving, at.numbers)
 
     def dense() -> None:
         columns, depth, warps, stages = tiles.dense
@@ -146,26 +173,13 @@ def launches(kind: Kind, at: Buffers, tiles: Tiles, lanes: int, padded: bool, sa
             size, batch, features, pooled2, columns, depth, kind.rule, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
-    def conv2_inputs() -> None:
-        rows, block, warps, stages = tiles.conv2_inputs
-        backward.conv2_inputs[-(-(batch * (pooled1 // block) ** 2) // rows), lanes](
-            at.d2, at.taps, at.d1, at.count,
-            batch, pooled1, pooled2, block, rows, padded, product,
-            num_warps=warps, num_stages=stages)  # fmt: skip
-
-    def weights_backward() -> None:
-        rows1, rows2, warps, stages = tiles.weights_backward
-        backward.weights_backward[splits1 + 5 * splits2, lanes](
-            at.x, at.count, at.awake, at.pooled1, at.d1, at.d2, at.arg1, at.sums1, at.sums2,
-            batch, side, pooled1, pooled2, splits1, rows1, splits2, rows2, padded, product,
-            num_warps=warps, num_stages=stages)  # fmt: skip
-
-    steps: Launches = {"conv1": conv1, "conv2": conv2, "dense": dense}
+    steps: Launches = {"conv1": layers["conv1"], "conv2": layers["conv2"], "dense": dense}
     steps["head" if learns else "answer"] = head if learns else answer
     if kind.base:
-        base = {"dense_backward": dense_backward, "conv2_inputs": conv2_inputs, "weights_backward": weights_backward}
-        steps |= base
-    return steps | {"update": lambda: _update(kind, at, lanes, (splits1, splits2), kind.base, padded, samples)}
+        steps["dense_backward"] = dense_backward
+        steps |= {name: layers[name] for name in ("conv2_inputs", "weights_backward")}
+    splits = splits_of(shapes, tiles)
+    return steps | {"update": lambda: _update(kind, at, lanes, splits, kind.base, padded, samples)}
 
 
 def refresh(kind: Kind, at: Buffers, lanes: int, samples: Samples) -> None:
