@@ -33,6 +33,7 @@ PUBLISHED = Path(__file__).parent / "published.json"
 DOCS = Path(__file__).parents[1] / "docs"
 ALPHA = 0.1
 FIRST = "faithful"  # a method's own mode
+MODEL = {"fedbn": "cnn-bn"}  # where it is not the paper's: on that one it would be FedAvg
 BEGIN, END = "<!-- measured -->", "<!-- end of measured -->"  # what `pages` writes lies between them
 
 
@@ -71,7 +72,7 @@ def run(given: argparse.Namespace) -> None:
         for name, options in variants(names)
         for seed in map(int, given.seeds.split(","))
     ]  # fmt: skip
-    configs = [replace(one, model="cnn-bn") if one.method == "fedbn" else one for one in configs]
+    configs = [replace(one, model=MODEL.get(one.method, one.model)) for one in configs]
     missing = [config for config in configs if not file_of(given.out, config).exists()]
     grouped: dict[str, list[Config]] = {}
     for config in missing:
@@ -132,7 +133,7 @@ def mean(runs: list[dict[str, Any]], column: str) -> str:
 def row(name: str, runs: list[dict[str, Any]]) -> list[str]:
     """Return what was measured of a method, as cells."""
     compute = f"{runs[0]['compute']['visit']:.1f}, {runs[0]['compute']['use']:.1f}"
-    title = name.replace("-as-published", ", as published")
+    title = name.replace("-as-published", ", as published") + (f" (`{MODEL[name]}`)" if name in MODEL else "")
     columns = [mean(runs, column) for column in ("accuracy", "last", "finetuned")]
     return [title, *columns, compute, ", ".join(str(run["seed"]) for run in runs)]
 
