@@ -99,18 +99,21 @@ def run(given: argparse.Namespace) -> None:
 
 
 def watch(until: float) -> Callable[[Progress], None]:
-    """Return what says how far a launch is, and gives up what would end too late; graphs are made before round 10."""
+    """Return what says how far a launch is, and gives up what would end too late, to judge by its last 50 rounds.
+
+    Not before round 100: in the first, graphs are made, and FedALA's clients take up to a hundred epochs once.
+    """
     started = time.perf_counter()
     rounds: dict[int, float] = {}
 
     def told(at: Progress) -> None:
-        if at.round == 10 and 50 in rounds:
+        if at.round == 50 and 100 in rounds:
             rounds.clear()  # another model's runs, or more than there was room for
-        if at.round in rounds or (at.round % 50 and at.round != 10):
+        if at.round in rounds or at.round % 50:
             return
         now = rounds[at.round] = time.perf_counter()
         print(f"  round {at.round} of {at.rounds} after {now - started:.0f} s", flush=True)
-        if 10 < at.round < at.rounds and now + (now - rounds[10]) / (at.round - 10) * (at.rounds - at.round) > until:
+        if 50 < at.round < at.rounds and now + (now - rounds[at.round - 50]) / 50 * (at.rounds - at.round) > until:
             raise FedobpError("they would not end in time: ask for fewer methods at once")
 
     return told
@@ -130,12 +133,16 @@ def mean(runs: list[dict[str, Any]], column: str) -> str:
     return f"{statistics.fmean(run[column]['pooled'] for run in runs):.2f}"
 
 
+def title(name: str) -> str:
+    """Return what a method is called in tables."""
+    return name.replace("-as-published", ", as published") + (f" (`{MODEL[name]}`)" if name in MODEL else "")
+
+
 def row(name: str, runs: list[dict[str, Any]]) -> list[str]:
     """Return what was measured of a method, as cells."""
     compute = f"{runs[0]['compute']['visit']:.1f}, {runs[0]['compute']['use']:.1f}"
-    title = name.replace("-as-published", ", as published") + (f" (`{MODEL[name]}`)" if name in MODEL else "")
     columns = [mean(runs, column) for column in ("accuracy", "last", "finetuned")]
-    return [title, *columns, compute, ", ".join(str(run["seed"]) for run in runs)]
+    return [title(name), *columns, compute, ", ".join(str(run["seed"]) for run in runs)]
 
 
 HEADER = ["method", "as served", "own last model", "after 5 epochs", "passes in a visit, before use", "seeds"]
@@ -164,21 +171,27 @@ def points(run: dict[str, Any]) -> tuple[list[int], list[float]]:
     return [round for round, _, _ in run["history"]], [pooled for _, pooled, _ in run["history"]]
 
 
-def curve(file: Path, lines: dict[str, list[dict[str, Any]]], beside: dict[str, list[dict[str, Any]]]) -> None:
-    """Draw pooled accuracy by round: a method's runs, and in grey those of others."""
+def plotting() -> Any:
+    """Return pyplot, which is to write the same bytes every time, and few of them."""
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "fedobp", "svg.fonttype": "none"}  # the same bytes every time, and few
+    matplotlib.rcParams |= {"svg.hashsalt": "fedobp", "svg.fonttype": "none"}
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def curve(file: Path, lines: dict[str, list[dict[str, Any]]], beside: dict[str, list[dict[str, Any]]]) -> None:
+    """Draw pooled accuracy by round: a method's runs, and in grey those of others."""
+    pyplot = plotting()
     figure, axes = pyplot.subplots(figsize=(6.4, 3.2), layout="constrained")
     shades = ["0.75", "0.55", "0.35"]
     for (name, runs), shade in zip(beside.items(), shades, strict=False):
         axes.plot(*points(runs[0]), color=shade, linewidth=1, label=name)
     for at, (name, runs) in enumerate(lines.items()):
         for run in runs:
-            label = name.replace("-as-published", ", as published") if run is runs[0] else None
+            label = title(name).replace("`", "") if run is runs[0] else None
             axes.plot(*points(run), color=f"C{at}", linewidth=1.6, label=label)
     axes.set(xlabel="round", ylabel="accuracy, per cent")
     axes.spines[["top", "right"]].set_visible(False)
@@ -188,9 +201,33 @@ def curve(file: Path, lines: dict[str, list[dict[str, Any]]], beside: dict[str, 
     pyplot.close(figure)
 
 
+def overview(file: Path, dataset: str, lines: dict[str, list[dict[str, Any]]]) -> None:
+    """Draw all methods, the best on top: what they serve, what else a client could use, and what was published."""
+    pyplot = plotting()
+    theirs = json.loads(PUBLISHED.read_text())["accuracy"].get(dataset, {})
+    order = sorted(lines, key=lambda name: float(mean(lines[name], "accuracy")))
+    figure, axes = pyplot.subplots(figsize=(7.2, 0.21 * len(order) + 1), layout="constrained")
+    shown = [("finetuned", "after 5 epochs", "+", "0.45"), ("last", "own last model", "x", "0.65")]
+    for column, label, marker, colour in [*shown, ("accuracy", "as served", "o", "C0")]:
+        axes.scatter(
+            [float(mean(lines[name], column)) for name in order], order, marker=marker, color=colour, label=label
+        )
+    rows = {name: theirs.get(lines[name][0]["method"]) for name in order}
+    published = {name: row["published"][str(ALPHA)] for name, row in rows.items() if row}
+    axes.scatter([*published.values()], [*published], marker="|", s=120, color="C3", label="published")
+    axes.set(xlabel="accuracy, per cent", yticks=range(len(order)), axisbelow=True)
+    axes.set_yticklabels([title(name).replace("`", "") for name in order], fontsize="small")
+    axes.grid(axis="y", color="0.92")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize="small", reverse=True)
+    figure.savefig(file, metadata={"Date": None})
+    pyplot.close(figure)
+
+
 def pages(given: argparse.Namespace) -> None:
-    """Write a curve and a table on every method's page."""
+    """Write a curve and a table on every method's page, and a picture of all of them."""
     runs = found(given.out, given.dataset)
+    overview(DOCS / "methods" / "curves" / f"all-{given.dataset}.svg", given.dataset, runs)
     for name in METHODS:
         mine = {key: runs[key] for key in (name, f"{name}-as-published") if key in runs}
         if not mine:
