@@ -357,7 +357,7 @@ def metrics(folder):
 def same(ours, theirs, atol=1e-9):
     """Compare two results: models to a tolerance, and all that is counted exactly."""
     torch.testing.assert_close(vectors(ours), vectors(theirs), rtol=0, atol=atol)
-    for name in ("accuracy", "last", "finetuned", "validation", "history", "personal", "bytes", "protocol"):
+    for name in ("accuracy", "last", "finetuned", "validation", "history", "personal", "bytes", "compute", "protocol"):
         assert getattr(ours, name) == getattr(theirs, name), name
     if ours.out and theirs.out:
         for line, other in zip(metrics(ours.out), metrics(theirs.out), strict=True):

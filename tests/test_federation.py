@@ -83,23 +83,6 @@ def test_fedper_without_a_second_client_keeps_its_head(tiny):
     assert all(torch.equal(vector(result, c)[:-HEAD_SIZE], vector(result)[:-HEAD_SIZE]) for c in range(6))
 
 
-@pytest.mark.parametrize(
-    ("method", "down", "up"),
-    [
-        ("fedavg", MLP_SIZE, MLP_SIZE),
-        ("fedavg-ft", MLP_SIZE, MLP_SIZE),
-        ("fedavg-last", MLP_SIZE, MLP_SIZE),
-        ("fedper", MLP_SIZE - HEAD_SIZE, MLP_SIZE - HEAD_SIZE),
-        ("local", 0, 0),
-    ],
-)
-def test_bytes_are_exactly_the_payload(method, down, up):
-    result = Federation(Config(**{**TINY, "precision": "fp32", "rounds": 2})).run(method)
-    assert result.bytes.down_per_round == 4 * down * 3
-    assert result.bytes.up_per_round == 4 * up * 3
-    assert (result.bytes.down_total, result.bytes.up_total) == (2 * 4 * down * 3, 2 * 4 * up * 3)
-
-
 def test_fedobps_download_counts_values_and_positions(tiny):
     result = tiny.run("fedobp", q=0.9)
     full = 8 * MLP_SIZE * 3
@@ -442,23 +425,6 @@ def test_an_occupied_folder_of_a_sweep_is_noticed_before_anything_runs(tmp_path)
 def test_a_sweep_takes_any_iterable_of_configurations():
     results = sweep(Config(rounds=1, clients=8, model="mlp", seed=seed) for seed in (1, 2))
     assert [result.config.seed for result in results] == [1, 2]
-
-
-# Client compute.
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "visit", "use"),
-    [("fedavg", {}, 3, 0), ("fedavg-ft", {"finetune": 2}, 3, 2), ("ditto", {"personal_epochs": 2}, 5, 0),
-     ("fedrep", {}, 3, 0), ("local", {}, 3, 0), ("pfedme", {"inner": 4}, 12, 0), ("apfl", {}, 6, 0),
-     ("apfl", {"adaptive": "on"}, 9, 0)],
-)  # fmt: skip
-def test_passes_over_the_data_are_counted(method, options, visit, use):
-    config = Config(clients=5, participation=0.6, rounds=2, epochs=3, model="mlp", partition="iid", batch_size=5)
-    result = Federation(config).run(method, **options)
-    assert result.compute.visit == pytest.approx(visit, rel=0.01)  # a last batch of one sample is left out
-    assert result.compute.use == pytest.approx(use, rel=0.01)
-    assert result.to_json()["compute"] == {"visit": result.compute.visit, "use": result.compute.use}
 
 
 # Turns, and rounds of everyone.

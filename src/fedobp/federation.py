@@ -317,7 +317,12 @@ class Course:
         return replace(self.task(now), down=down)
 
     def receive(self, now: Moment, answer: Trained) -> None:
-        """Take in a cohort's uploads. Nobody waits here for a device to finish."""
+        """Take in a cohort's uploads. Nobody waits here for a device to finish.
+
+        A cohort without a single training sample has learned nothing, and there is no mean over no samples.
+        """
+        if not any(self.data.size(client, "train") for client in now.cohort.tolist()):
+            return
         received = self.method.receive(self.model, now, self.server, self._sent, answer.up, answer.n)
         self.server, rows = received
         self.rows.scatter(now.cohort.tolist(), rows)

@@ -31,6 +31,7 @@ def test_a_round_by_hand(model):
     for client, step in ((0, vector(4, 0, 0, 0, 0)), (1, vector(0, 4, 0, 0, 0))):
         state, phases = walk(model, method.local(model, NOW), own, row(down, client), [step])
         assert phases == [Train(5, part="base")]
+        assert list(state.up) == ["shared"]
         owns.append(state.own)
         bases.append(state.up["shared"])
     assert [one["private"].tolist() for one in owns] == [[3, 4, 5]] * 2

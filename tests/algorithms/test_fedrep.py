@@ -48,8 +48,8 @@ def test_a_last_round_of_everyones_heads(model):
     down, rows = method.send(model, last, server, rows)
     state, phases = walk(model, method.local(model, last), own, row(down, 0), [vector(0, 0, 1, 1, 1)])
     assert phases == [Train(12, part="head")]
-    up = {"shared": torch.stack([state.up["shared"]] * 2)}
-    after, _ = method.receive(model, last, server, rows, up, torch.tensor([1, 3]))
+    assert (state.own["private"].tolist(), state.up) == ([4, 5, 6], {})
+    after, _ = method.receive(model, last, server, rows, {}, torch.tensor([1, 3]))
     assert after["theta"].tolist() == server["theta"].tolist()
 
 

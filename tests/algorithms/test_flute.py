@@ -8,7 +8,7 @@ from torch.nn import functional
 from walk import moment, walk
 
 from fedobp import Config, Federation
-from fedobp.algorithms import METHODS, Train
+from fedobp.algorithms import METHODS, Client, Train
 from fedobp.algorithms.flute import collapse, head_loss, joint_loss
 from fedobp.models import Model
 
@@ -152,8 +152,10 @@ def test_the_authors_last_round_is_everybodys_and_for_heads():
     program = method.local(model, now)
     assert [item for item in program if isinstance(item, Train)] == [Train(7, part="head", loss=head_loss)]
     heads = torch.ones(2, len(rows["head"]))
-    up = {"head": heads, "present": torch.ones(2, 3, dtype=torch.bool)}
-    after, rows = method.receive(model, now, server, {"head": 0 * heads}, up, torch.tensor([1, 1]))
+    sent = program[-1](model, Client({}, {}, {"theta": model.initial(1)}, {}, {})).up
+    assert list(sent) == ["head"]
+    assert sent["head"].equal(model.layout.split(model.initial(1))[1])
+    after, rows = method.receive(model, now, server, {"head": 0 * heads}, {"head": heads}, torch.tensor([1, 1]))
     assert after["theta"].equal(server["theta"])
     assert rows["head"].equal(heads)  # no step of the server's
 

@@ -331,6 +331,12 @@ def test_as_published_mixes_by_what_beta_was_before_a_search_that_fails():
     torch.testing.assert_close(done.work["covariance"], (own + torch.eye(WIDTH).double()) / 2)
 
 
+def test_as_published_takes_the_global_gaussians_where_no_class_occurs_twice():
+    one, batch = client(torch.tensor([0, 1, 2]))
+    done = METHODS["pfedfda"](mode="as-published").serve(MODEL, moment(0))[1].step(MODEL, one, batch)
+    assert done.work["beta"].tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("options", [{"betas": "one"}, {"betas": "own"}, {"beta_steps": 1}, {"mode": "as-published"}])
 def test_every_option_matters(options):
     federation = Federation(Config(**{**SETTINGS, "rounds": 1}))

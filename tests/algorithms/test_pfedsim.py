@@ -109,7 +109,7 @@ def test_shares_of_equal_clients_are_equal_and_finite(dtype):
 
 
 def test_the_warm_up_is_a_share_of_the_rounds():
-    for rho, rounds, first in ((0.5, 4, 3), (0.5, 5, 3), (0.0, 4, 1), (1.0, 4, 5)):
+    for rho, rounds, first in ((0.5, 4, 3), (0.5, 5, 3), (0.0, 4, 1), (1.0, 4, 5), (0.29, 100, 30)):
         method = METHODS["pfedsim"](rho=rho)
         when = [method.personal(replace(moment(at, 0), rounds=rounds)) for at in range(1, rounds + 1)]
         assert when == [at >= first for at in range(1, rounds + 1)]

@@ -85,15 +85,6 @@ def test_the_other_score_looks_at_the_distance_alone(model):
         assert walk.served(0)[1].index(True) == kept
 
 
-def test_a_client_without_samples_passes_on_what_it_was_given(model):
-    walk = Walk(SeqFedEDT(q=0.5), model, vector(1, 1, 1, 1))
-    walk.visit(0, vector(3, 0, 0, 0))
-    walk.visit(1, vector(9, 9, 0, 0))
-    assert walk.visit(0, torch.zeros(4), n=0)[0] == 4  # it uses its own entries itself
-    assert walk.server["theta"].tolist() == [13, 10, 1, 1]
-    assert walk.server["theta"].isfinite().all()
-
-
 def test_a_literal_start_goes_back_to_theta_0(model):
     for start, begun in (("global", [1, 9, 1, 1]), ("literal", [1, 1, 1, 1])):
         walk = Walk(SeqFedEDT(q=0.75, start=start), model, vector(1, 1, 1, 1))

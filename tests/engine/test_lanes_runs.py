@@ -98,6 +98,21 @@ def test_every_method_equals_the_oracle_with_a_cnn(method, form, monkeypatch):
     same(lanes, serial)
 
 
+NO_NORMS = {"pfedfda", "fedrod", "floco", "apfl", "pfedme", "fedala", "flute", "feddpa", "fedpac"}
+
+
+@pytest.mark.usefixtures("ragged")
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_equals_the_oracle_with_batch_norm_or_refuses_it(method):
+    runs = [Federation(Config(**{**RAGGED, "model": "normed"}, engine=engine)) for engine in ("lanes", "serial")]
+    if method in NO_NORMS:
+        for one in runs:
+            with pytest.raises(FedobpError, match="BatchNorm"):
+                one.run(method)
+    else:
+        same(*(one.run(method) for one in runs))
+
+
 SWEEP = [
     {},
     {"seed": 7},

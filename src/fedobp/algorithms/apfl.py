@@ -105,7 +105,7 @@ class APFL(FedAvg):
 
     def local(self, model: Model, now: Moment) -> Program:
         """Train both models on the same batches."""
-        passes = 2 if (self.adaptive, self.mode) == ("off", "faithful") else 3
+        passes = 3 if (self.adaptive, self.mode) == ("on", "faithful") else 2  # gradients that a batch is taken for
         return [take_both, stand_still, Sweep(self._step, now.epochs, smallest=2, passes=passes), keep_and_upload]
 
     def serve(self, model: Model, now: Moment) -> Program:

@@ -8,7 +8,9 @@ client tune its head once more at the end; here both parts share the common budg
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedobp.algorithms.base import Moment, Program, Train, option
+from torch import Tensor
+
+from fedobp.algorithms.base import Client, Moment, Program, Record, Tensors, Train, option
 from fedobp.algorithms.fedper import FedPer
 from fedobp.models import Model
 
@@ -32,6 +34,16 @@ class FedRep(FedPer):
     def local(self, model: Model, now: Moment) -> Program:
         """Spend the local epochs on the head, and the last of them on the base."""
         if self.everyone(now.round, now.rounds):
-            return [self.take, Train(self.final_epochs, part="head"), self.keep]
+            return [self.take, Train(self.final_epochs, part="head"), self.keep_head]
         base = min(self.base_epochs, now.epochs)
         return [self.take, Train(now.epochs - base, part="head"), Train(base, part="base"), self.keep]
+
+    def receive(
+        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
+    ) -> tuple[Tensors, Tensors]:
+        """Average the bases; in a last round of heads there are none."""
+        return super().receive(model, now, server, rows, up, n) if up else (server, rows)
+
+    def keep_head(self, model: Model, client: Client) -> Client:
+        """Keep the head; the base is the one that was sent."""
+        return client.remember(private=self.split(model, client.theta)[0])

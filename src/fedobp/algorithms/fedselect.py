@@ -165,7 +165,9 @@ class FedSelect(Method):
         """Return the mask with the shared entries added that moved most: in each weight tensor, or (port) in all."""
         layout, change = model.layout, (client.theta - client.work["reference"]).abs()
         if not self.together:
-            return self._more(client, change, client.work["personal"])
+            parts = (vector.tensor_split([layout.learned]) for vector in (change, client.work["personal"]))
+            (moved, _), (mine, statistics) = parts  # those of BatchNorm do not compete
+            return torch.cat([self._more(client, moved, mine), statistics])
         pieces = (vector.split(list(layout.sizes)) for vector in (change, client.work["personal"]))
         return torch.cat(
             [

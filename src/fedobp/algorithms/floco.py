@@ -63,10 +63,15 @@ def take_centre(model: Model, client: Client) -> Client:
     return client.set(theta=model_at(model, centre, rest, ends), ends=ends, centre=centre)
 
 
-def upload_simplex(model: Model, client: Client) -> Client:
-    """Send the endpoints and all else; the client's last local model is the one at its centre."""
+def upload_ends(model: Model, client: Client) -> Client:
+    """Send the endpoints; the client's last local model is the one at its centre."""
     rest, ends = model.layout.split(client.theta, is_weight)[0], client.work["ends"]
-    return client.upload(rest=rest, ends=ends).set(theta=model_at(model, client.work["centre"], rest, ends))
+    return client.upload(ends=ends).set(theta=model_at(model, client.work["centre"], rest, ends))
+
+
+def upload_rest(model: Model, client: Client) -> Client:
+    """Send all else."""
+    return client.upload(rest=model.layout.split(client.theta, is_weight)[0])
 
 
 def mark_weight(model: Model, client: Client) -> Client:
@@ -161,12 +166,13 @@ class Floco(Method):
         return round == self._tau(rounds)
 
     def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
-        """Draw the endpoints (Xavier, normal); the global model is theta^0 until their middle has been trained."""
+        """Draw the endpoints (Xavier, normal); the global model's weight is their middle from the start."""
         weight, _ = model.head(theta)
         count = self.endpoints or int(self._of_mode(20, 10))
         draws = normal(fold(seed, 0, NOBODY, Purpose.BEGIN), count * weight.numel())
-        ends = (draws * math.sqrt(2 / sum(weight.shape))).to(theta)
-        return Start({"theta": theta, "ends": ends}, row={"centre": theta.new_full((count,), 1 / count)}, own={})
+        ends, centre = (draws * math.sqrt(2 / sum(weight.shape))).to(theta), theta.new_full((count,), 1 / count)
+        middle = model_at(model, centre, model.layout.split(theta, is_weight)[0], ends)
+        return Start({"theta": middle, "ends": ends}, row={"centre": centre}, own={})
 
     def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
         """Send the endpoints, all else, and each client's centre."""
@@ -174,9 +180,10 @@ class Floco(Method):
         return {"rest": to_all(rest, now), "ends": to_all(server["ends"], now), "centre": rows["centre"]}, rows
 
     def local(self, model: Model, now: Moment) -> Program:
-        """Train endpoints and all else at random points."""
+        """Train endpoints and all else at random points; the projection takes nothing but endpoints."""
         loss = region_loss if 0 < self._tau(now.rounds) < now.round else simplex_loss
-        return [take_centre, Train(now.epochs, learn=("theta", "ends"), loss=loss), upload_simplex]
+        train = Train(now.epochs, learn=("theta", "ends"), loss=loss)
+        return [take_centre, train, upload_ends, *([] if self.everyone(now.round, now.rounds) else [upload_rest])]
 
     def receive(
         self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor

@@ -81,13 +81,13 @@ def join_parts(model: Model, client: Client) -> Client:
 
 
 def upload_head(model: Model, client: Client) -> Client:
-    """Send the trained head, and which labels the client has."""
-    return client.upload(head=model.layout.split(client.theta)[1], present=client.data["counts"] > 0)
+    """Send the trained head."""
+    return client.upload(head=model.layout.split(client.theta)[1])
 
 
 def upload_base(model: Model, client: Client) -> Client:
-    """Send the trained base."""
-    return client.upload(base=model.layout.split(client.theta)[0])
+    """Send the trained base, and which labels the client has: the server's step on its head takes them."""
+    return client.upload(base=model.layout.split(client.theta)[0], present=client.data["counts"] > 0)
 
 
 @dataclass(frozen=True)

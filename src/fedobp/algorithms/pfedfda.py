@@ -158,12 +158,13 @@ class PFedFDA(Method):
             published = self.mode == "as-published"
             own = estimate(features, labels, mean, few=_FEW if published else 0)
             client = client.set(own_mean=own[0], own_covariance=own[1])
+            shared = labels.sum(dim=0) >= _FOLDS  # classes that both folds can have a sample of
             if published:
-                return client.set(beta=mean.new_tensor(_UNSOLVED))
+                return client.set(beta=torch.where(shared.any(), mean.new_tensor(_UNSOLVED), 0))
             if self.betas == "own":
                 return client.set(beta=torch.ones_like(client.work["beta"]))
             # Stratified: each class, in the batch's random order, is dealt out to the folds from a random one on.
-            counted = labels * (labels.sum(dim=0) >= _FOLDS)
+            counted = labels * shared
             first = fold(batch.key, torch.arange(model.classes, device=features.device)) % _FOLDS
             which = torch.arange(_FOLDS, device=features.device)[:, None, None]
             held_out = (counted.cumsum(dim=0) + first) % _FOLDS == which

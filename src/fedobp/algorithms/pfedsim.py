@@ -12,6 +12,7 @@ heads are not infinitely alike but as much as a client is to itself, s_ii = 0.99
 """
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar
 
 import torch
@@ -48,8 +49,8 @@ class PFedSim(FedAvg):
     rho: float = option(0.5, "share of the rounds that are FedAvg's; 0.5 is the paper's", low=0.0, high=1.0)
 
     def personal(self, now: Moment) -> bool:
-        """Say whether the warm-up is over."""
-        return now.round > self.rho * now.rounds
+        """Say whether the warm-up is over; in exact decimals, so that 0.29 of 100 rounds are 29."""
+        return now.round > Fraction(str(self.rho)) * now.rounds
 
     def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
         """Each client will keep its model; the server makes room for all of them when the warm-up is over."""

@@ -3,8 +3,9 @@
 Rebuilt from the FedOBP paper's sentence and from its authors' port. When a client receives the global model, it keeps
 its own last value wherever |theta_i - theta_g| is above the `keep` quantile; after training it sends what changed
 little: entries whose local change |before - after| is at most the `share` quantile. Where nobody sent an entry the
-global value stays; elsewhere senders are averaged by their samples, all others counting as the old global value.
-Scores are the client's own business here, because it uploads only a part of its model.
+global value stays; elsewhere senders are averaged by their samples, all others counting as the old global value. A
+client that has never trained takes the global model whole. Scores are the client's own business here, because it
+uploads only a part of its model.
 """
 
 from dataclasses import dataclass
@@ -29,6 +30,12 @@ from fedobp.algorithms.base import (
 from fedobp.algorithms.fedavg import FedAvg
 from fedobp.importance import above
 from fedobp.models import Model
+
+
+def _far(model: Model, change: Tensor, q: float) -> Tensor:
+    """Return which entries lie above the q-quantile of all changes; statistics of BatchNorm do not compete."""
+    size, rest = change[..., : model.layout.learned].abs(), change[..., model.layout.learned :]
+    return torch.cat([above(size, q), torch.zeros_like(rest, dtype=torch.bool)], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -67,11 +74,11 @@ class PSPFL(FedAvg):
 
     def _merge(self, model: Model, client: Client) -> Client:
         shared, own, seen = dense(client.down, "theta"), client.own["theta"], client.own["seen"]
-        mine = above((own - shared).abs(), self.keep) & seen
+        mine = _far(model, own - shared, self.keep) & seen
         merged = torch.where(mine, own, shared)
         return client.set(theta=merged, begun=merged, mine=mine)
 
     def _send_back(self, model: Model, client: Client) -> Client:
-        still = ~above((client.theta - client.work["begun"]).abs(), self.share)
+        still = ~_far(model, client.theta - client.work["begun"], self.share)
         client = client.remember(theta=client.theta, seen=torch.ones_like(client.own["seen"]))
         return client.upload(theta=Sparse(client.theta, still))

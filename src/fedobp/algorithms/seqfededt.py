@@ -49,4 +49,4 @@ class SeqFedEDT(FedOBP):
         """Take the one client's model as it is, for the next one; remember it as that client's."""
         [upload] = dense(up, "theta")
         rows = {**rows, "theta": upload[None], "seen": torch.ones_like(rows["seen"])}
-        return {"theta": torch.where(n > 0, upload, server["theta"])}, rows
+        return {"theta": upload}, rows

@@ -1,0 +1,113 @@
+"""What every method is charged for: bytes on the wire, passes over the data; and rounds in which nobody has any."""
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedobp import Config, Federation
+from fedobp.algorithms import METHODS
+from fedobp.data import Shard
+from fedobp.federation import cohorts
+from fedobp.models import NETS
+
+TINY = {"clients": 6, "rounds": 2, "participation": 0.5, "epochs": 1, "model": "mlp", "precision": "fp32"}
+FIRST, BIAS, CLASSES, FEATURES = 64 * 128, 128, 10, 128
+HEAD = FEATURES * CLASSES + CLASSES
+BASE = FIRST + BIAS
+ALL = BASE + HEAD
+GAUSSIANS = CLASSES * FEATURES + FEATURES * FEATURES
+SIMPLEX = BASE + CLASSES + 20 * CLASSES * FEATURES
+
+# Numbers of 4 bytes that one client receives and sends; `fedobp`, `decoupled`, `pspfl`, `fedselect` and `seqfededt`,
+# which send a part of the model and its mask, are tested by themselves.
+MESSAGES = {
+    "fedavg": (ALL, ALL), "fedavg-ft": (ALL, ALL), "fedavg-last": (ALL, ALL), "local": (0, 0),
+    "fedper": (BASE, BASE), "fedrep": (BASE, BASE), "fedbabu": (BASE, BASE), "lg-fedavg": (HEAD, HEAD),
+    "fedprox": (ALL, ALL), "ditto": (ALL, ALL), "apfl": (ALL, ALL), "pfedme": (ALL, ALL), "fedrod": (ALL, ALL),
+    "fedala": (ALL, ALL), "feddpa": (ALL, ALL), "pfedsim": (ALL, ALL), "scaffold": (2 * ALL, 2 * ALL),
+    "flute": (ALL, ALL + CLASSES / 4), "pfedfda": (BASE + GAUSSIANS,) * 2, "floco": (SIMPLEX + 20, SIMPLEX),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "down", "up"), [(method, *numbers) for method, numbers in MESSAGES.items()])
+def test_bytes_are_exactly_the_payload(method, down, up):
+    options = {"floco": {"tau": 9}}.get(method, {})
+    result = Federation(Config(**TINY)).run(method, **options)
+    assert result.bytes.down_per_round == 4 * down * 3
+    assert result.bytes.up_per_round == 4 * up * 3
+    assert (result.bytes.down_total, result.bytes.up_total) == (2 * 4 * down * 3, 2 * 4 * up * 3)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "down", "up"),
+    [("fedrep", {"final_epochs": 1}, 9 * BASE, 3 * BASE),  # three clients, then everyone: nothing but heads has moved
+     ("flute", {"final_epochs": 1}, 9 * ALL, 3 * (ALL + CLASSES / 4) + 6 * HEAD),
+     ("pfedfda", {"last": "all"}, 9 * (BASE + GAUSSIANS), 9 * (BASE + GAUSSIANS)),
+     ("lg-fedavg", {"mode": "as-published"}, 6 * BASE, 6 * BASE)],
+)  # fmt: skip
+def test_bytes_of_last_rounds_and_modes(method, options, down, up):
+    result = Federation(Config(**TINY)).run(method, **options)
+    assert (result.bytes.down_total, result.bytes.up_total) == (4 * down, 4 * up)
+
+
+def test_batch_norm_costs_fedbn_nothing(monkeypatch):
+    layers = [("flatten", nn.Flatten()), ("fc", nn.Linear(64, 8)), ("norm", nn.BatchNorm1d(8)), ("relu", nn.ReLU())]
+    build = lambda shape, classes: nn.Sequential(OrderedDict([*layers, ("classifier", nn.Linear(8, classes))]))  # noqa: E731
+    monkeypatch.setitem(NETS, "normed", build)
+    result = Federation(Config(**{**TINY, "model": "normed"})).run("fedbn")
+    assert result.bytes.down_total == result.bytes.up_total == 2 * 3 * 4 * (64 * 8 + 8 + 8 * CLASSES + CLASSES)
+
+
+@pytest.mark.parametrize("engine", ["serial", "lanes"])
+@pytest.mark.parametrize(
+    ("method", "options", "visit", "use"),
+    [("fedavg", {}, 3, 0), ("fedavg-ft", {"finetune": 2}, 3, 2), ("ditto", {"personal_epochs": 2}, 5, 0),
+     ("fedrep", {}, 3, 0), ("local", {}, 3, 0), ("pfedme", {"inner": 4}, 12, 0), ("apfl", {}, 6, 0),
+     ("apfl", {"adaptive": "on"}, 9, 0), ("apfl", {"mode": "as-published"}, 6, 0), ("fedbabu", {}, 3, 5),
+     ("fedala", {"mode": "as-published"}, 3 + 5 / 6 * 0.8, 0.8), ("pfedfda", {}, 4, 1), ("feddpa", {}, 4, 1),
+     ("fedpac", {}, 5, 0), ("fedselect", {}, 6, 0), ("decoupled", {"score": "fisher", "q": 0.9}, 4, 1)],
+)  # fmt: skip
+def test_passes_over_the_data_are_counted(method, options, visit, use, engine):
+    config = Config(clients=5, participation=0.6, rounds=2, epochs=3, model="mlp", partition="iid", batch_size=5,
+                    engine=engine)  # fmt: skip
+    result = Federation(config).run(method, **options)
+    assert result.compute.visit == pytest.approx(visit, rel=0.01)  # a last batch of one sample is left out
+    assert result.compute.use == pytest.approx(use, rel=0.01)
+    assert result.to_json()["compute"] == {"visit": result.compute.visit, "use": result.compute.use}
+
+
+# Nobody has a sample.
+
+
+@pytest.mark.parametrize("engine", ["serial", "lanes"])
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "fedbn"])
+def test_a_round_of_clients_without_samples_changes_nothing(method, engine, monkeypatch):
+    """One client a round, and the first of them has nothing to train on: as if its round had not been."""
+    config = Config(clients=4, rounds=3, participation=0.25, epochs=1, model="mlp", precision="fp64", engine=engine)
+    who = [int(cohort) for cohort in cohorts(config)]
+    assert len(set(who)) > 1
+
+    def dealt(y, clients, **_):
+        order = np.random.RandomState(0).permutation(len(y))[:200]
+        parts = [order[50 * at : 50 * at + 50] for at in range(clients)]
+        none = np.array([], dtype=int)
+        return [Shard(none if at == who[0] else part[:30], none, part[30:]) for at, part in enumerate(parts)]
+
+    monkeypatch.setattr("fedobp.federation.partition", dealt)
+    federation = Federation(config)
+    first = Federation(Config(**{**vars(config), "rounds": 1})).run(method)
+    whole = federation.run(method)
+    start = federation.model.initial(config.seed).double()
+    if method != "floco":  # whose first model is not theta^0
+        assert torch.equal(flat(first), start)
+    assert flat(whole).isfinite().all()
+    assert flat(whole, who[-1]).isfinite().all()
+    assert not torch.equal(flat(whole, who[-1]), start)
+
+
+def flat(result, client=None):
+    """A model as a vector."""
+    return torch.cat([tensor.reshape(-1) for tensor in result.state_dict(client).values()])
