@@ -7,8 +7,8 @@
     python benchmarks/kernels.py start                           # from the first CUDA call to the first step
 
 With $FEDOBP_DATA the images are real; without, they are noise of the same shape and number, and accuracies mean
-nothing. A run's time holds all its rounds and evaluations; loading the data and making graphs, which a process does
-once, are shown apart.
+nothing. A run's time holds all its rounds and evaluations, and the making of its graphs; loading the data, and
+compiling kernels, which a process does once, are shown apart.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def paper(dataset: str, precision: str, rounds: int, folder: str, **given: Any) 
 
 
 def whole(config: Config, runs: int) -> None:
-    """Time whole runs side by side, after two rounds that make what a process makes once."""
+    """Time whole runs side by side, after two rounds for which everything is compiled."""
     configs = [replace(config, seed=42 + run) for run in range(runs)]
     begun = time.perf_counter()
     sweep([replace(one, rounds=2) for one in configs], keep_models=False)

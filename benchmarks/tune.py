@@ -65,7 +65,7 @@ class Bench:
         images = torch.randint(0, 256, image, generator=draw, device=device, dtype=torch.uint8)
         self.samples = Samples(images, torch.randint(0, shapes.classes, (SAMPLES,), generator=draw, device=device))
         self.at.scale.fill_(1 / 64)
-        self.at.shift.fill_(2)
+        self.at.shift.fill_(128)
         self.at.order.random_(0, SAMPLES, generator=draw)
         self.at.counts.fill_(shapes.batch)
         self.at.theta.normal_(0, 0.02, generator=draw)

@@ -1,8 +1,9 @@
 """Compile every kernel for sm_90 without a card: python tests/compile_kernels.py [0|1], half of them or all.
 
-The interpreter accepts what the compiler refuses, so this is asked of it: the tables' shapes in every precision, both
-image sizes, every option. What needs more shared memory than the card has is an error, and so are spilled registers in
-the paper's own setting.
+The interpreter accepts what the compiler refuses, so this is asked of it: the tables' shapes in every precision; both
+image sizes, every term of the rule, evaluation and losses of a method's own in each; other parts, batches and numbers
+of classes in `bf16`. What needs more shared memory than the card has is an error, and so are spilled registers in the
+paper's own setting.
 """
 
 import re
@@ -101,14 +102,17 @@ def main():
     jobs.append((Kind(Shapes(28, 1, 62, 16), "bf16", "base", 5), table[0], 1))
     jobs.append((Kind(Shapes(32, 3, 128, 64), "bf16", "head", 16), table[-1], 160))
     for precision in ("tf32", "fp32"):
-        jobs += [
-            (Kind(cifar, precision, "all"), tiles, min(tiles.lanes, 160)) for tiles in tiles_for((9, 0), precision)
-        ]
+        table = tiles_for((9, 0), precision)
+        jobs += [(Kind(cifar, precision, "all"), tiles, min(tiles.lanes, 160)) for tiles in table]
+        jobs.append((Kind(mnist, precision, "all", 31), table[0], 1))
+        jobs.append((Kind(Shapes(28, 1, 62, 64), precision, None), table[-1], 160))
     half = slice(int(sys.argv[1]), None, 2) if len(sys.argv) > 1 else slice(None)
     for job in jobs[half]:
         PAPERS = job[0] in (Kind(cifar, "bf16", "all"), Kind(cifar, "fp32", "all"))
         each(*job)
-    for job in [(cifar, "bf16", 1), (cifar, "bf16", 20), (mnist, "bf16", 10), (cifar, "tf32", 20)][half]:
+    for job in [(cifar, "bf16", 1), (cifar, "bf16", 20), (mnist, "bf16", 10), (cifar, "tf32", 20), (mnist, "fp32", 10)][
+        half
+    ]:
         PAPERS = job[:2] == (cifar, "bf16")
         own_losses(*job)
     vector, index = torch.zeros(1), torch.zeros(1, dtype=torch.int32)

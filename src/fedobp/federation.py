@@ -296,7 +296,7 @@ class Course:
         """Return a round with its clients and their local epochs."""
         config = self.config
         epochs = config.epochs if epochs is None else epochs
-        pooled = partial(pooled_gradient, self.model, self.data)
+        pooled = partial(pooled_gradient, self.model, self.data, config.precision)
         held_out = config.holdout_clients
         return Moment(round, config.rounds, config.clients, epochs, cohort, config.seed, pooled, held_out)
 

@@ -283,9 +283,9 @@ def test_taylor_is_the_pooled_gradient_times_the_distance(monkeypatch):
     for vector_ in theta:
         at = vector_.clone().requires_grad_()
         expected.append(torch.autograd.grad(functional.cross_entropy(model.logits(at, x), y), at)[0])
-    found = pooled_gradient(model, data, theta)
+    found = pooled_gradient(model, data, "fp64", theta)
     torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-12)
-    now = replace(moment(0, 1, 2), pooled=partial(pooled_gradient, model, data))
+    now = replace(moment(0, 1, 2), pooled=partial(pooled_gradient, model, data, "fp64"))
     method, server = Decoupled(score="taylor"), {"theta": model.initial(9).double()}
     score = method.scores(now, server, {"theta": theta})
     torch.testing.assert_close(score, (torch.stack(expected) * (server["theta"] - theta)).abs(), rtol=0, atol=1e-12)

@@ -18,10 +18,11 @@ from torch.nn import functional
 pytest.importorskip("triton", reason="Triton is not here: it comes for Linux only")
 
 from kernel_cases import CASES, Case, Problem, rounded, rounded_logits, spoil
+from lanes_cases import BATCH, CLIENTS, Plan, federated, made, task
 
 from fedobp import Config, Federation
 from fedobp.data import Dataset, FederatedData, Shard
-from fedobp.engine import Lanes, kernels
+from fedobp.engine import Budget, Lanes, Population, kernels
 from fedobp.engine.kernels import fused_for, suits
 from fedobp.engine.kernels.convolutions import Convolutions
 from fedobp.engine.kernels.fused import Fused
@@ -228,6 +229,45 @@ def test_nothing_depends_on_what_lay_in_the_buffers():
     assert torch.equal(losses, losses_again)
 
 
+@pytest.mark.parametrize("asleep", [False, True])
+def test_nor_do_fewer_lanes_on_what_the_others_left(asleep, request):
+    """Windows at an image's end read on into the next lane's, with weight 0: there must be no NaN."""
+    if asleep:
+        request.getfixturevalue("padded")
+    problem = Problem(Case(steps=(1, 1, 1), counts=((16,), (16,), (16,))))
+    fused = interpreted(problem)
+    problem.train(fused)
+    [kept] = fused._kept.values()
+    spoil(kept.buffers)
+    fewer = Problem(Case(steps=(1, 1), counts=((16,), (16,))))
+    fewer.data = problem.data
+    theta, _ = fewer.train(fused)
+    assert len(fused._kept) == 1
+    assert fewer.errors(theta, fewer.expected()[0]).max() < 2e-5
+
+
+def test_inputs_far_from_0_keep_their_digits():
+    """Images of float32 whose mean is thousands of times their deviation: the mean goes first."""
+    problem = Problem(Case(steps=(1,), counts=((16,),)))
+    data = problem.data
+    data.x, data.unit = 0.5 + 2e-5 * torch.randn(data.x.shape, generator=torch.Generator().manual_seed(0)), 1
+    data.mean, data.std = torch.full_like(data.mean, 0.5), torch.full_like(data.std, 2e-5)
+    theta, _ = problem.train(interpreted(problem))
+    assert problem.errors(theta, problem.expected()[0]).max() < 1e-4
+
+
+def test_a_lanes_price_is_what_its_buffers_take():
+    problem = Problem(CASES["everything, 32x32"])
+    fused = interpreted(problem)
+    problem.train(fused)
+    [kept] = fused._kept.values()
+    taken = sum(
+        one.numel() * one.element_size() for one in vars(kept.buffers).values() if isinstance(one, torch.Tensor)
+    )
+    # Beside the buffers (here of a smaller batch) there are copies of its vector.
+    assert taken / kept.buffers.lanes < fused.lane_bytes < 8 * taken / kept.buffers.lanes
+
+
 @pytest.mark.parametrize(("side", "channels", "classes", "sizes"), [(32, 3, 62, [70, 3]), (28, 1, 10, [130, 64, 0])])
 def test_labels_are_the_largest_logits(side, channels, classes, sizes):
     right_labels(Case(side, channels, classes, steps=(1,) * len(sizes), counts=((2,),) * len(sizes)), sizes)
@@ -362,11 +402,32 @@ def test_without_a_bound_on_the_memory_all_lanes_are_one_stack(monkeypatch):
     assert Lanes(model, 32)._dealt([], like, 32) == []
 
 
+@pytest.mark.parametrize(("own", "stacks"), [(False, 1), (True, CLIENTS)])
+def test_an_answer_of_a_methods_own_is_dealt_by_the_general_paths_price(own, stacks, monkeypatch):
+    """A lane of the kernels takes a byte here, and one of the general path more than there is."""
+    monkeypatch.setattr(
+        "fedobp.engine.lanes.fused_for", lambda *_: SimpleNamespace(lane_bytes=1, vectorised=lambda model: model)
+    )
+    dealt = []
+    monkeypatch.setattr(Lanes, "_work", lambda self, job, stacks, device: dealt.append(len(stacks)))
+    model = made("mlp")
+    theta = model.initial(0).double()
+    people = Population(federated(), {"theta": theta}, theta, 0, Budget())
+    answer = (lambda model, work, x: model.logits(work["theta"], x)) if own else None
+    one = replace(task(Plan(), people, theta), predict=answer)
+    Lanes(model, BATCH, memory=10).predict(one, theta.expand(CLIENTS, -1), "test", {"theta": theta.expand(CLIENTS, -1)})
+    assert dealt == [stacks]
+
+
 def test_tables_rise_and_end_with_any_number_of_lanes():
-    lanes = [entry.lanes for entry in tiles_for((9, 0), "bf16")]
-    assert lanes == sorted(lanes)
-    assert EXACT in lanes
-    assert lanes[-1] >= 1 << 20
+    tables = {
+        precision: [entry.lanes for entry in tiles_for((9, 0), precision)] for precision in ("bf16", "tf32", "fp32")
+    }
+    for lanes in tables.values():
+        assert lanes == sorted(lanes)
+        assert lanes[-1] >= 1 << 20
+    assert EXACT in tables["bf16"]
+    assert EXACT in tables["tf32"]
     assert tiles_for((8, 0), "bf16") is None
 
 

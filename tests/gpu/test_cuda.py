@@ -219,24 +219,24 @@ def test_the_same_bits_twice_in_every_precision(name, precision):
     agree(first, second, atol=0)
 
 
-@pytest.mark.parametrize(("precision", "atol"), [("fp32", 1e-4), ("tf32", 8e-2), ("bf16", 8e-2)])
+# On the CPU bf16 differs by up to 0.24: of a few steps with pooling, and values of a window that change places.
+@pytest.mark.parametrize(
+    ("precision", "share", "atol"), [("fp32", 1e-4, 1e-4), ("tf32", 0.4, 0.02), ("bf16", 0.4, 0.02)]
+)
 @pytest.mark.parametrize("engine", [Lanes, Serial])
 @pytest.mark.parametrize("phases", ["plain", "everything"])
 @pytest.mark.parametrize("name", ["mlp", "cnn-small"])
-def test_other_precisions_are_near_float64_after_a_few_steps(name, phases, engine, precision, atol):
+def test_other_precisions_are_near_float64_after_a_few_steps(name, phases, engine, precision, share, atol):
     model, plan, once = made(name), Plan(phases), ({},)
+    [start] = played(Serial(model, BATCH), model, [replace(plan, epochs=0)], rounds=once)
     [exact] = played(Serial(model, BATCH), model, [plan], rounds=once)
     [found] = played(engine(model, BATCH, precision), model, [plan], device=DEVICE, dtype=torch.float32, rounds=once)
-    for entry in ("up theta", "loss"):
-        assert found[entry].dtype == torch.float32
-        torch.testing.assert_close(
-            found[entry].cpu().double(),
-            exact[entry],
-            rtol=0,
-            atol=atol,
-            equal_nan=True,
-            msg=lambda m, n=entry: f"{n}: {m}",
-        )
+    assert found["up theta"].dtype == found["loss"].dtype == torch.float32
+    theta, loss = (found[entry].cpu().double() for entry in ("up theta", "loss"))
+    change = (exact["up theta"] - start["up theta"]).norm(dim=1)
+    wrong = (theta - exact["up theta"]).norm(dim=1)
+    assert (wrong <= share * change + 1e-6).all(), (wrong, change)
+    torch.testing.assert_close(loss, exact["loss"], rtol=0, atol=atol, equal_nan=True)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])

@@ -18,6 +18,7 @@ from fedobp.engine.kernels.convolutions import Convolutions, Setting
 from fedobp.engine.kernels.fused import Fused
 from fedobp.engine.kernels.tiles import tiles_for
 from fedobp.federation import Course, engine_for
+from fedobp.models import Model
 from fedobp.transfer import Arriving
 
 TABLE = tiles_for(torch.cuda.get_device_capability(), "bf16")
@@ -102,12 +103,12 @@ def gradients(precision, lanes, side, channels, samples=False):
 
 def agree(found, right, precision):
     """Gradients [lanes, ...]: one window in which two values change places is up to 0.006 of a lane's, and happens."""
-    usual, worst = WRONG[precision]
+    usual, _ = WRONG[precision]
     for one, other in zip(found, right, strict=True):
         assert one.shape == other.shape
         wrong = (one - other).flatten(1).norm(dim=1) / other.flatten(1).norm(dim=1)
         assert len(wrong) < 5 or wrong.median() < usual
-        assert wrong.max() < max(worst, 0.02)
+        assert wrong.max() < 0.02
 
 
 @pytest.mark.parametrize("precision", WRONG)
@@ -135,6 +136,21 @@ def test_the_same_bytes_twice_whatever_lay_in_the_buffers(precision):
     assert torch.equal(losses, losses_again)
     afresh, _ = problem.train(fused_of(problem, precision))
     assert torch.equal(first, afresh)
+
+
+def test_fewer_lanes_do_not_depend_on_what_the_others_left():
+    """In buffers for twenty lanes, some asleep beside them; and one lane alone, with another's buffers next to it."""
+    for lanes, few in ((20, 17), (20, 1)):
+        problem = Problem(Case(steps=(1,) * lanes, counts=((16,),) * lanes), DEVICE)
+        fused = fused_of(problem, "bf16")
+        problem.train(fused)
+        [kept] = fused._kept.values()
+        spoil(kept.buffers)
+        fewer = Problem(Case(steps=(1,) * few, counts=((16,),) * few), DEVICE)
+        fewer.data = problem.data
+        theta, _ = fewer.train(fused)
+        assert len(fused._kept) == 1
+        check(fewer, theta, fewer.expected("bf16")[0], "bf16")
 
 
 @pytest.mark.parametrize("precision", WRONG)
@@ -170,9 +186,29 @@ def test_runs_are_those_of_the_serial_engine(precision, folder):
         assert abs(one.accuracy.pooled - other.accuracy.pooled) < 3
         assert abs(one.finetuned.pooled - other.finetuned.pooled) < 3
         assert one.bytes == other.bytes
-        if precision == "fp32":
-            for name, tensor in one.state_dict().items():
-                torch.testing.assert_close(tensor, other.state_dict()[name], rtol=1e-2, atol=5e-3)
+        moved_alike(one, other, precision)
+
+
+def moved_alike(one, other, precision):
+    """Compare all models of two runs, tensor by tensor, as shares of how far they moved from theta^0.
+
+    On the CPU, lanes and the serial engine differ by up to 0.02 in half of the models and 0.12 in all in fp32, which
+    is a few entries that FedOBP and FedDPA choose otherwise, and in bf16 by up to 0.08 and 0.14.
+    """
+    usual, worst = {"fp32": (0.05, 0.25)}.get(precision, (0.15, 0.4))
+    model = Model("cnn", (1, 28, 28), 10)
+    for name, start in model.layout.views(model.initial(one.config.seed)).items():
+        wrong = []
+        for client in (None, *range(one.config.clients)):
+            mine, right = (run.state_dict(client)[name].cpu() for run in (one, other))
+            change = (right - start).norm()
+            if change == 0:
+                assert torch.equal(mine, right), (name, client)
+            else:
+                wrong.append((mine - right).norm() / change)
+        if wrong:
+            assert torch.stack(wrong).median() < usual, name
+            assert max(wrong) < worst, name
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -184,9 +220,7 @@ def test_runs_with_losses_of_their_own_are_those_of_the_serial_engine(precision,
     slow = sweep([Config(**given, method=m, device="cuda", precision="fp32", engine="serial") for m in methods])
     for one, other in zip(fast, slow, strict=True):
         assert abs(one.accuracy.pooled - other.accuracy.pooled) < 5
-        if precision == "fp32":
-            for name, tensor in one.state_dict().items():
-                torch.testing.assert_close(tensor, other.state_dict()[name], rtol=1e-2, atol=5e-3)
+        moved_alike(one, other, precision)
 
 
 def test_training_does_not_wait_for_the_card_once_its_graphs_are_made():

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
-from itertools import islice
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ from fedobp.data import Split
 from fedobp.engine.arithmetic import Precision, autocast, steady
 from fedobp.engine.cost import Cost, cost
 from fedobp.engine.fit import descend, training
-from fedobp.engine.graphs import Graphs
+from fedobp.engine.graphs import KINDS, Graphs
 from fedobp.engine.interface import Counters, Task, Trained
 from fedobp.engine.kernels import fused_for
 from fedobp.engine.phases import Done, Lane, Phase, rule_of, scaling_of
@@ -52,7 +52,7 @@ Walk = Generator["Phase", "Done", tuple[Client, Tensor, int]]
 
 
 class Lanes:
-    """Runs cohorts side by side. `memory` bounds, in bytes, what the lanes that train at one time may take."""
+    """Runs cohorts side by side. `memory` bounds, in bytes, what lanes of one kind that train at one time may take."""
 
     def __init__(self, model: Model, batch: int, precision: Precision = "fp32", memory: float = math.inf) -> None:
         self._model, self._batch, self._precision, self._memory = model, batch, precision, memory
@@ -66,7 +66,8 @@ class Lanes:
         self._pool = ThreadPoolExecutor(self._workers, "fedobp-lanes")
         self._costs: dict[tuple[str, torch.dtype], Cost] = {}
         self._aside: torch.cuda.Stream | None = None
-        self._streams: list[torch.cuda.Stream] = []
+        self._free = cycle(torch.cuda.Stream() for _ in range(_STREAMS))
+        self._streams: dict[Hashable, torch.cuda.Stream] = {}
         self._ready: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self.counters = Counters()
 
@@ -153,7 +154,7 @@ class Lanes:
                 found[there[:lanes], start : start + width] = logits.argmax(dim=2)
 
         longest_first = sorted(range(len(sizes)), key=lambda row: -sizes[row])
-        self._work(test, self._dealt(longest_first, theta, _TEST_BATCH), device)
+        self._work(test, self._dealt(longest_first, theta, _TEST_BATCH, plain=special is None), device)
         labels = found.cpu()
         return [labels[row, :size] for row, size in enumerate(sizes)]
 
@@ -216,8 +217,10 @@ class Lanes:
 
     def _stream_of(self, kind: Hashable) -> torch.cuda.Stream:
         """Return a kind's stream, always the same: its graphs share scratch memory with all that runs there."""
-        self._streams = self._streams or [torch.cuda.Stream() for _ in range(_STREAMS)]
-        return self._streams[hash(kind) % _STREAMS]
+        self._streams[kind] = self._streams.pop(kind) if kind in self._streams else next(self._free)
+        if len(self._streams) > 2 * KINDS:
+            del self._streams[next(iter(self._streams))]  # whose graphs are long gone
+        return self._streams[kind]
 
     def _walk(self, task: Task, purpose: Purpose) -> Walk:
         """Run one program on its cohort; stop at every `Train` and `Sweep`, of which the outcome is sent in."""

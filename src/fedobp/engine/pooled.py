@@ -6,13 +6,14 @@ from torch.func import grad, vmap
 from torch.nn import functional
 
 from fedobp.data import FederatedData
+from fedobp.engine.arithmetic import Precision, steady
 from fedobp.engine.serial import without_norms
 from fedobp.models import Model
 
 _ROWS, _SAMPLES = 10, 256  # at once
 
 
-def pooled_gradient(model: Model, data: FederatedData, theta: Tensor) -> Tensor:
+def pooled_gradient(model: Model, data: FederatedData, precision: Precision, theta: Tensor) -> Tensor:
     """Return the gradient of the mean loss over all clients' training samples, at each of [rows, N]."""
     without_norms(model)
     ids = data.pool("train")
@@ -22,7 +23,8 @@ def pooled_gradient(model: Model, data: FederatedData, theta: Tensor) -> Tensor:
 
     slope = vmap(grad(total), in_dims=(0, None, None))
     gradient = torch.zeros_like(theta)
-    for some in torch.arange(len(theta), device=theta.device).split(_ROWS):
-        for part in ids.split(_SAMPLES):
-            gradient[some] += slope(theta[some], data.samples(part), data.y[part])
+    with steady(precision):
+        for some in torch.arange(len(theta), device=theta.device).split(_ROWS):
+            for part in ids.split(_SAMPLES):
+                gradient[some] += slope(theta[some], data.samples(part), data.y[part])
     return gradient / max(1, len(ids))

@@ -1,7 +1,8 @@
 """Fused Triton kernels for the paper's CNN: what the lanes engine trains and tests with on a card that they know.
 
-`forward` and `backward` hold the kernels, `rule` how parameters lie and move, `tiles` the shapes that suit a card,
-`step` one step's buffers and launches, `fused` the phases made of them. Triton is imported only when it is needed.
+`forward` and `backward` hold the kernels, `rule` how parameters lie and move, `shapes` the network's sizes, `tiles` the
+tile shapes that suit a card, `step` one step's buffers and launches, `fused` the phases made of them, `convolutions` a
+function for losses of a method's own. Triton is imported only when it is needed.
 """
 
 import warnings

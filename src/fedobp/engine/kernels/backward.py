@@ -367,7 +367,8 @@ def update(
             channel = e % 4
             real1 = (channel < C) & (e < H * H * 4)
             stored = tl.load(data + sample * (C * H * H) + channel * (H * H) + e // 4, mask=real1, other=0)
-            value = stored.to(tl.float32) * tl.load(scale + lane * 4 + channel) - tl.load(shift + lane * 4 + channel)
+            value = stored.to(tl.float32) - tl.load(shift + lane * 4 + channel)  # first: means may be large
+            value *= tl.load(scale + lane * 4 + channel)
             pixel = tl.where(real1, value, 0.0).to(x.dtype.element_ty)
             tl.store(x + (lane * B + r) * (H * H * 4) + e, pixel, mask=e < H * H * 4)
         tl.store(labels + lane * B + r, tl.load(targets + sample).to(tl.int32))

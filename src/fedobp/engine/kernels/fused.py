@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -28,7 +29,7 @@ _REPEAT = 8  # steps in a long graph
 _TEST_BATCH = 64
 
 
-def rounded(lanes: int) -> int:
+def graph_lanes(lanes: int) -> int:
     """Return the number of lanes that a graph is made for."""
     return lanes if lanes <= EXACT else -(-lanes // _STRIDE) * _STRIDE
 
@@ -59,7 +60,7 @@ class Fused:
         self._kept: dict[tuple[Kind, int], _Kept] = {}
         self._scaling: dict[int, tuple[FederatedData, Tensor]] = {}
 
-    @property
+    @cached_property
     def lane_bytes(self) -> int:
         """What a lane takes at most: its buffers with every term of the rule, and a few copies of its vector."""
         kind = Kind(replace(self._shapes, batch=max(self._shapes.batch, _TEST_BATCH)), self._precision, "all", ~0)
@@ -89,7 +90,7 @@ class Fused:
         kind = Kind(self._shapes, self._precision, part, _bits(rule))
         kept = self._buffers(kind, len(theta), len(ids), data[0])
         now = active(steps)
-        plan = [(lanes, len(list(same))) for lanes, same in groupby(map(rounded, now))]
+        plan = [(lanes, len(list(same))) for lanes, same in groupby(map(graph_lanes, now))]
         # Long graphs as far as they go, then short ones.
         replays = [
             self._graph(kept, lanes, repeat)
@@ -117,7 +118,7 @@ class Fused:
         self._load(kept, theta, None, whole.transpose(0, 1), counts, [data] * lanes)
         for step in range(steps):
             awake = sum(size > step * _TEST_BATCH for size in sizes)
-            for launch in self._launches(kept, rounded(awake)).values():
+            for launch in self._launches(kept, graph_lanes(awake)).values():
                 launch()
         return kept.buffers.found[:lanes].view(lanes, -1)[:, :most].clone()
 
@@ -127,7 +128,7 @@ class Fused:
         if kept is None or kept.buffers.lanes < lanes or kept.buffers.steps < steps:
             had = (kept.buffers.lanes, kept.buffers.steps) if kept else (0, 0)
             # Twice as many steps as now: rounds differ, and a graph is worth keeping.
-            room = max(rounded(lanes), had[0]), max(2 * steps, had[1])
+            room = max(graph_lanes(lanes), had[0]), max(2 * steps, had[1])
             kept = None
             self._kept.pop(key, None)  # the old ones go before new ones come
             buffers = Buffers(kind, *room, self._splits(kind), self._device)
@@ -148,7 +149,7 @@ class Fused:
         """Launch once what buffers of this size may need, many at a time: what is not in Triton's cache is compiled."""
         if self._device.type != "cuda":
             return
-        fewest = [0, *(tiles.lanes for tiles in self._tiles)]
+        fewest = sorted({0, EXACT, *(tiles.lanes for tiles in self._tiles)})  # one less than some form's fewest
         entries = [self._launches(kept, lanes + 1) for lanes in fewest if lanes < kept.buffers.lanes]
         stream = torch.cuda.current_stream(self._device)
 
@@ -195,16 +196,19 @@ class Fused:
         at.order[:lanes, :steps, :batch] = ids.transpose(0, 1)
         at.counts[:lanes, :steps] = counts.t()
         scaling = torch.stack([self._scale(one) for one in data])
-        at.scale[:lanes], at.shift[:lanes] = scaling[:, 0], scaling[:, 1]
-        refresh(kept.kind, at, rounded(lanes), kept.samples)
+        for values, target in zip(scaling.unbind(dim=1), (at.shift, at.scale), strict=True):
+            target[:lanes] = values
+            target[lanes:].zero_()
+        # The lane after them too: windows at an image's end read on into the next one, with weight 0.
+        refresh(kept.kind, at, min(graph_lanes(lanes) + 1, at.lanes), kept.samples)
 
     def _scale(self, data: FederatedData) -> Tensor:
-        """Return (scale, shift), padded to four channels: an input is x * scale - shift."""
+        """Return (shift, scale), padded to four channels: an input is (x - shift) * scale."""
         if id(data) not in self._scaling:
             both = torch.zeros(2, 4, device=self._device)
             channels = data.mean.numel()
-            both[0, :channels] = 1 / (data.unit * data.std.flatten())
-            both[1, :channels] = data.mean.flatten() / data.std.flatten()
+            both[0, :channels] = data.unit * data.mean.flatten()
+            both[1, :channels] = 1 / (data.unit * data.std.flatten())
             if both.is_cuda:  # once: whoever reads it next may do so on another stream
                 torch.cuda.current_stream().synchronize()
             self._scaling[id(data)] = data, both

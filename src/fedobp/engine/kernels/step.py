@@ -65,14 +65,14 @@ class Buffers:
         self.spread, self.taps, self.flipped = (room(n, dtype=low) for n in (SPREAD1.value, TAPS2.value, TAPS2.value))
         # On the way forward, and back. Around `d2` lies a frame of zeros that nobody writes.
         map1, map2, learns, base = batch * side1**2 * 32, batch * side2**2 * 64, kind.part is not None, kind.base
-        self.pooled1, self.arg1 = room(map1, dtype=low), room(map1 * learns, dtype=byte)
-        self.pooled2, self.arg2 = room(map2, dtype=low), room(map2 * learns, dtype=byte)
-        self.hidden, self.dh = (room(batch * HIDDEN.value * learns, dtype=low) for _ in range(2))
+        self.pooled1, self.arg1 = room(map1, dtype=low), room(map1 * base, dtype=byte)
+        self.pooled2, self.arg2 = room(map2, dtype=low), room(map2 * base, dtype=byte)
+        self.hidden, self.dh = (room(batch * HIDDEN.value * some, dtype=low) for some in (learns, base))
         self.logits = room(HIDDEN.value // 16 * batch * shapes.outputs)
         self.d1 = room(map1 * base, dtype=low)
         self.d2 = room(batch * shapes.frame**2 * 64 * base, dtype=low)
         self.sums1, self.sums2 = room(splits[0] * SUMS1.value * base), room(splits[1] * SUMS2.value * base)
-        # The order of samples, how inputs are scaled (x * scale - shift), and the batch in work.
+        # The order of samples, how inputs are scaled ((x - shift) * scale), and the batch in work.
         self.order, self.counts = room(steps, batch, dtype=whole), room(steps, dtype=whole)
         self.scale, self.shift = room(4), room(4)
         # Six pixels are read as eight: after the last image, too, there are some, and they are zero.
@@ -102,7 +102,7 @@ class Samples(NamedTuple):
 
 def convolutions(kind: Kind, at: Any, tiles: Tiles, lanes: int, padded: bool) -> Launches:
     """Return the launches of both convolutions' two ways by name; `at` holds what they read and write."""
-    shapes, learns = kind.shapes, kind.part is not None
+    shapes, base = kind.shapes, kind.base
     batch, side, pooled1, pooled2 = shapes.batch, shapes.side, shapes.pooled1, shapes.pooled2
     splits1, splits2 = splits_of(shapes, tiles)
     product = product_of(kind.precision)
@@ -111,14 +111,14 @@ def convolutions(kind: Kind, at: Any, tiles: Tiles, lanes: int, padded: bool) ->
         rows, several, warps, stages = tiles.conv1
         forward.conv1[-(-batch * pooled1**2 // (rows * several)), lanes](
             at.x, at.count, at.step, at.spread, at.theta, at.pooled1, at.arg1,
-            at.theta.shape[1], batch, side, pooled1, rows, several, learns, padded, product,
+            at.theta.shape[1], batch, side, pooled1, rows, several, base, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
     def conv2() -> None:
         rows, _, warps, stages = tiles.conv2
         forward.conv2[-(-batch * pooled2**2 // rows), lanes](
             at.pooled1, at.count, at.flipped, at.theta, at.pooled2, at.arg2,
-            at.theta.shape[1], batch, pooled1, pooled2, rows, learns, padded, product,
+            at.theta.shape[1], batch, pooled1, pooled2, rows, base, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
     def conv2_inputs() -> None:

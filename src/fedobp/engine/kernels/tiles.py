@@ -1,4 +1,4 @@
-"""Tile shapes, one table a device: found by `python benchmarks/tune.py`, which prints a table like this one.
+"""Tile shapes, one table a device: found by `python benchmarks/tune.py`, which prints an entry at a time.
 
 What is best depends on how many lanes there are: a few want many small tiles, so that every multiprocessor has one;
 many want large ones, which load less. Partial sums (splits) likewise.
