@@ -1,6 +1,8 @@
 """The documentation is true: its Python runs, its links lead somewhere, its flags exist."""
 
 import re
+from argparse import Namespace
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,18 @@ def test_every_method_has_a_page_that_names_its_options():
         assert name == "fedobp" or f"fedobp run --method {name}" in page.read_text()
         for option in method.options():
             assert re.search(rf"[`.0-9 ]{option.name}\b", page.read_text()), (name, option.name)
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "mnist"])
+def test_measured_tables_are_those_of_the_result_files(dataset, capsys):
+    """What benchmarks/methods.py would write is there: in results.md, and for CIFAR10 on the methods' pages."""
+    spec = spec_from_file_location("methods", ROOT / "benchmarks" / "methods.py")
+    methods = module_from_spec(spec)
+    spec.loader.exec_module(methods)
+    methods.table(Namespace(dataset=dataset, out=methods.RESULTS))
+    lines, written = capsys.readouterr().out.splitlines(), (ROOT / "docs" / "results.md").read_text().splitlines()
+    assert len(lines) > 10
+    assert set(lines) - set(written) == set()
+    for name, runs in methods.found(methods.RESULTS, dataset).items() if dataset == "cifar10" else []:
+        page = ROOT / "docs" / ("fedobp.md" if name == "fedobp" else f"methods/{runs[0]['method']}.md")
+        assert f"| {' | '.join(methods.row(name, runs))} |" in page.read_text().splitlines(), page.name
