@@ -110,9 +110,8 @@ def main():
     for job in jobs[half]:
         PAPERS = job[0] in (Kind(cifar, "bf16", "all"), Kind(cifar, "fp32", "all"))
         each(*job)
-    for job in [(cifar, "bf16", 1), (cifar, "bf16", 20), (mnist, "bf16", 10), (cifar, "tf32", 20), (mnist, "fp32", 10)][
-        half
-    ]:
+    own = [(cifar, "bf16", 1), (cifar, "bf16", 20), (mnist, "bf16", 10), (cifar, "tf32", 20), (mnist, "fp32", 10)]
+    for job in own[half]:
         PAPERS = job[:2] == (cifar, "bf16")
         own_losses(*job)
     vector, index = torch.zeros(1), torch.zeros(1, dtype=torch.int32)

@@ -102,10 +102,8 @@ class FedOBP(Method):
             base, head = layout.split(score)
             sizes = [size for name, size in zip(layout.names, layout.sizes, strict=True) if layout.in_head(name)]
             return layout.join(torch.zeros_like(base, dtype=torch.bool), self._above(head, sizes))
-        # BatchNorm's running statistics, which lie at the end, are always shared.
         sizes = [size for name, size in zip(layout.names, layout.sizes, strict=True) if not is_statistic(name)]
-        competing, rest = score.tensor_split([layout.learned], dim=-1)
-        return torch.cat([self._above(competing, sizes), torch.zeros_like(rest, dtype=torch.bool)], dim=-1)
+        return layout.among_learned(lambda competing: self._above(competing, sizes), score)
 
     def _above(self, score: Tensor, sizes: Sequence[int]) -> Tensor:
         return above(self._normalised(score, sizes), self.q)

@@ -22,6 +22,7 @@ test every client starts from what the last trained one left.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -165,9 +166,7 @@ class FedSelect(Method):
         """Return the mask with the shared entries added that moved most: in each weight tensor, or (port) in all."""
         layout, change = model.layout, (client.theta - client.work["reference"]).abs()
         if not self.together:
-            parts = (vector.tensor_split([layout.learned]) for vector in (change, client.work["personal"]))
-            (moved, _), (mine, statistics) = parts  # those of BatchNorm do not compete
-            return torch.cat([self._more(client, moved, mine), statistics])
+            return layout.among_learned(partial(self._more, client), change, client.work["personal"])
         pieces = (vector.split(list(layout.sizes)) for vector in (change, client.work["personal"]))
         return torch.cat(
             [

@@ -32,12 +32,6 @@ from fedobp.importance import above
 from fedobp.models import Model
 
 
-def _far(model: Model, change: Tensor, q: float) -> Tensor:
-    """Return which entries lie above the q-quantile of all changes; statistics of BatchNorm do not compete."""
-    size, rest = change[..., : model.layout.learned].abs(), change[..., model.layout.learned :]
-    return torch.cat([above(size, q), torch.zeros_like(rest, dtype=torch.bool)], dim=-1)
-
-
 @dataclass(frozen=True)
 class PSPFL(FedAvg):
     """Entries far from the global model stay personal, entries that move far are not sent."""
@@ -74,11 +68,12 @@ class PSPFL(FedAvg):
 
     def _merge(self, model: Model, client: Client) -> Client:
         shared, own, seen = dense(client.down, "theta"), client.own["theta"], client.own["seen"]
-        mine = _far(model, own - shared, self.keep) & seen
+        mine = model.layout.among_learned(lambda far: above(far, self.keep), (own - shared).abs()) & seen
         merged = torch.where(mine, own, shared)
         return client.set(theta=merged, begun=merged, mine=mine)
 
     def _send_back(self, model: Model, client: Client) -> Client:
-        still = ~_far(model, client.theta - client.work["begun"], self.share)
+        change = (client.theta - client.work["begun"]).abs()
+        still = ~model.layout.among_learned(lambda far: above(far, self.share), change)
         client = client.remember(theta=client.theta, seen=torch.ones_like(client.own["seen"]))
         return client.upload(theta=Sparse(client.theta, still))

@@ -44,6 +44,12 @@ class Layout:
         """How many entries have a gradient: all but BatchNorm's running statistics, which lie at the end."""
         return sum(size for name, size in zip(self.names, self.sizes, strict=True) if not is_statistic(name))
 
+    def among_learned(self, choose: Callable[..., Tensor], *vectors: Tensor) -> Tensor:
+        """Return which entries a function chooses of vectors [..., N]; statistics of BatchNorm never compete."""
+        parts = [vector.tensor_split([self.learned], dim=-1) for vector in vectors]
+        statistics = torch.zeros_like(parts[0][1], dtype=torch.bool)
+        return torch.cat([choose(*(learned for learned, _ in parts)), statistics], dim=-1)
+
     def in_norm(self, name: str) -> bool:
         """Say whether a tensor belongs to a BatchNorm layer."""
         return f"{name.rpartition('.')[0]}.running_mean" in self.slices
