@@ -137,10 +137,11 @@ class Problem:
         loss, _ = fused.train(theta, self.rule(), self.case.part, ids, counts, [self.data] * lanes, self.case.steps)
         return theta.cpu(), loss.cpu()
 
-    def inputs(self, ids):
-        """Scaled inputs in float64."""
-        x = self.data.x.cpu()[ids].double() / self.data.unit
-        return (x - self.data.mean.cpu().double()) / self.data.std.cpu().double()
+    def inputs(self, ids, precision="fp32"):
+        """Scaled inputs in float64; where products round them, from float32's: a last bit decides which way."""
+        dtype = torch.float64 if precision == "fp32" else torch.float32
+        x, unit, mean, std = self.data.x.cpu()[ids].to(dtype), self.data.unit, self.data.mean.cpu(), self.data.std.cpu()
+        return ((x - (unit * mean.to(dtype))) * (1 / (unit * std.to(dtype)))).double()
 
     def expected(self, precision="fp32"):
         """The same in float64, one lane after the other, one term after the other, but for products' inputs."""
@@ -158,7 +159,7 @@ class Problem:
                     logits = self.model.logits(weights, self.inputs(ids))
                 else:
                     tensors = self.model.layout.views(weights).values()
-                    logits = rounded_logits(tensors, self.inputs(ids), precision)
+                    logits = rounded_logits(tensors, self.inputs(ids, precision), precision)
                 loss = functional.cross_entropy(logits, self.data.y.cpu()[ids])
                 [gradient] = torch.autograd.grad(loss, weights)
                 if "pull" in case.terms:
