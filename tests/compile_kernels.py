@@ -3,17 +3,20 @@
 The interpreter accepts what the compiler refuses, so this is asked of it: the tables' shapes in every precision; both
 image sizes, every term of the rule, evaluation and losses of a method's own in each; other parts, batches and numbers
 of classes in `bf16`. What needs more shared memory than the card has is an error, and so are spilled registers in the
-paper's own setting.
+paper's own setting, and operands that are copied over while a product reads them.
 """
 
 import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -31,6 +34,45 @@ PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 PAPERS = False  # whether it is the paper's own setting
 done: set[object] = set()
 wrong: list[str] = []
+
+
+def overwritten(text):
+    """Return the buffers that asynchronous copies in a loop write while a product still reads them.
+
+    A buffer has a few slots, of which copies before the loop fill some; a copy in the loop fills the slot after these,
+    which must be another one than this iteration's product reads, and than the last one's if that may still be at work.
+    """
+    slots = {name: int(n) for name, n in re.findall(r"(%\S+) = ttg.local_alloc : \(\) -> !ttg.memdesc<(\d+)x", text)}
+    place, found = {}, set()
+    for view in re.finditer(r"(%\S+) = ttg.memdesc_\w+ ([^\s\[]+)", text):
+        place[view[1]] = place.get(view[2], view[2])
+    into = re.compile(r"async_copy_global_to_local %\S+ (%[^\s,]+)")
+    for loop in re.finditer(r"^( *)%\S+ = scf.for .*?^\1}", text, re.MULTILINE | re.DOTALL):
+        ahead = Counter(place.get(to, to) for to in into.findall(text[: loop.start()]))
+        reading = []
+        for turn, line in product((1, 2), loop[0].splitlines()):
+            if dot := re.search(r"warp_group_dot ([^\s,]+), ([^\s,]+),.*isAsync = true", line):
+                reading.append((turn, {place.get(operand, operand) for operand in dot.groups()}))
+            if wait := re.search(r"warp_group_dot_wait .*pendings = (\d+)", line):
+                reading = reading[max(0, len(reading) - int(wait[1])) :]
+            if to := into.search(line):
+                buffer = place.get(to[1], to[1])
+                if any(buffer in read and slots[buffer] <= ahead[buffer] + turn - since for since, read in reading):
+                    found.add(buffer)
+    return found
+
+
+@triton.jit
+def summed_too(a, b, out, TILES: tl.constexpr):
+    """What Triton 3.6 compiles wrongly: a tile that a product reads and that is summed."""
+    r, n = tl.arange(0, 64), tl.arange(0, 64)
+    z = tl.zeros((64, 64), tl.float32)
+    total = tl.zeros((64,), tl.float32)
+    for i in range(TILES):
+        tile = tl.load(a + (i * 64 + r)[:, None] * 64 + n[None, :])
+        z = tl.dot(tl.trans(tile), tl.load(b + (i * 64 + r)[:, None] * 64 + n[None, :]), z)
+        total += tl.sum(tile.to(tl.float32), 0)
+    tl.store(out + r[:, None] * 64 + n[None, :], z + total[None, :])
 
 
 def compiled(self, *args, grid, warmup, **options):
@@ -58,6 +100,8 @@ def compiled(self, *args, grid, warmup, **options):
     for place in re.findall(r"^(#\w+) = #ttg.nvmma_shared", text, re.MULTILINE):
         if self.__name__ == "weights_backward" and re.search(rf"local_alloc %\S+ : .*{place}, #smem", text):
             wrong.append(f"{about} is not pipelined")
+    if lost := overwritten(text):
+        wrong.append(f"{about} copies over {', '.join(sorted(lost))} while products read it")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(kernel.asm["ptx"])
         file.flush()
@@ -119,6 +163,9 @@ def main():
     arrange[1, 1](vector.to(torch.uint8), vector.to(torch.int8), index, 878538, 881696, 1024)
     if wrong:
         sys.exit("\n".join(wrong))
+    tile = torch.zeros(1, dtype=torch.bfloat16)
+    summed_too[1,](tile, tile, torch.zeros(1), 8, num_warps=4, num_stages=3)
+    assert wrong, "operands that are copied over are no longer found, or no longer a mistake of Triton's"
 
 
 if __name__ == "__main__":

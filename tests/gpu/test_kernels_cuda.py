@@ -13,6 +13,7 @@ from torch.func import grad, vmap
 
 from fedobp import Config, Federation, sweep
 from fedobp.engine import Budget
+from fedobp.engine.fit import Rule
 from fedobp.engine.kernels import fused_for
 from fedobp.engine.kernels.convolutions import Convolutions, Setting
 from fedobp.engine.kernels.fused import Fused
@@ -153,6 +154,29 @@ def test_fewer_lanes_do_not_depend_on_what_the_others_left():
         check(fewer, theta, fewer.expected("bf16")[0], "bf16")
 
 
+@pytest.mark.parametrize(("side", "channels"), [(28, 1), (32, 3)])
+@pytest.mark.parametrize("lanes", [160, 12, 6, 2])
+def test_equal_lanes_stay_equal_beside_other_work(side, channels, lanes):
+    """On two streams at once: what a lane finds must not depend on who is faster, and a difference would stay."""
+    times = 200
+    problem = Problem(Case(side, channels, batch=32, steps=(times,), counts=((32,) * times,)), DEVICE)
+    ids, counts = (one.to(DEVICE).repeat_interleave(lanes, dim=1) for one in (problem.ids, problem.counts))
+    rule = Rule(lr=torch.full((lanes, 1), 0.01, device=DEVICE))
+    works = [
+        (torch.cuda.Stream(), fused_of(problem, "bf16"), problem.theta.to(DEVICE).repeat(lanes, 1)) for _ in range(2)
+    ]
+    torch.cuda.synchronize()
+    for _ in range(4):
+        for stream, fused, theta in works:
+            with torch.cuda.stream(stream):
+                fused.train(theta, rule, "all", ids, counts, [problem.data] * lanes, (times,) * lanes)
+    torch.cuda.synchronize()
+    thetas = torch.cat([theta for _, _, theta in works])
+    assert thetas.isfinite().all()
+    assert not torch.equal(thetas[0].cpu(), problem.theta[0])
+    assert torch.equal(thetas, thetas[:1].expand_as(thetas))
+
+
 @pytest.mark.parametrize("precision", WRONG)
 def test_labels_are_the_largest_logits(precision):
     problem = Problem(Case(32, 3, 62), DEVICE)
@@ -187,6 +211,25 @@ def test_runs_are_those_of_the_serial_engine(precision, folder):
         assert abs(one.finetuned.pooled - other.finetuned.pooled) < 3
         assert one.bytes == other.bytes
         moved_alike(one, other, precision)
+
+
+def test_methods_that_do_the_same_give_the_same_bits(folder):
+    """In one launch: FedAvg and its rivals train alike, FedOBP is a case of `decoupled`; others are at work beside."""
+    given = {"dataset": "fmnist", "data_dir": folder, "clients": 20, "participation": 0.5, "rounds": 20, "epochs": 2,
+             "lr": 0.02, "model": "cnn", "alpha": 0.3, "device": "cuda"}  # fmt: skip
+    methods = ["fedavg", "fedavg-last", "fedavg-ft", "fedobp", "decoupled", "fedprox", "scaffold", "ditto"]
+    first, again = (
+        dict(zip(methods, sweep([Config(**given, method=m) for m in methods]), strict=True)) for _ in range(2)
+    )
+    for one, other in (("fedavg", "fedavg-last"), ("fedavg", "fedavg-ft"), ("fedobp", "decoupled")):
+        same(first[one].state_dict(), first[other].state_dict())
+    for method in methods:
+        same(first[method].state_dict(), again[method].state_dict())
+
+
+def same(state, other):
+    for name, tensor in state.items():
+        assert torch.equal(tensor, other[name]), name
 
 
 def moved_alike(one, other, precision):

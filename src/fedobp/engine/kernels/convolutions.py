@@ -16,7 +16,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn import functional
 
 from fedobp.engine.kernels import backward
-from fedobp.engine.kernels.rule import B1, B2, BF, SUMS1, SUMS2
+from fedobp.engine.kernels.rule import B1, B2, BF, SUMS1, TAPS2
 from fedobp.engine.kernels.shapes import Shapes
 from fedobp.engine.kernels.step import AFTER, Arithmetic, Kind, convolutions, low_type, splits_of
 from fedobp.engine.kernels.tiles import Tiles
@@ -122,12 +122,11 @@ class _Gradients(torch.autograd.Function):
         storage, again = _image(lanes, batch, shapes.side, low, image.device)
         again.copy_(image)
         d2 = image.new_zeros(lanes, batch, shapes.frame, shapes.frame, 64)
-        backward.unpooled[-(-batch * shapes.pooled2**2 // 64), lanes](
-            gradient.to(low).contiguous(), arg2, d2, batch, shapes.pooled2, 64
-        )
+        gradient = gradient.to(low).contiguous()
+        backward.unpooled[-(-batch * shapes.pooled2**2 // 64), lanes](gradient, arg2, d2, batch, shapes.pooled2, 64)
         nobody = torch.empty(lanes, dtype=torch.int32, device=image.device)
         sums1 = image.new_empty(lanes, splits1, SUMS1.value, dtype=torch.float32)
-        sums2 = image.new_empty(lanes, splits2, SUMS2.value, dtype=torch.float32)
+        sums2 = image.new_empty(lanes, splits2, TAPS2.value, dtype=torch.float32)
         at = SimpleNamespace(
             x=storage, count=nobody, awake=nobody, taps=taps, pooled1=pooled1, arg1=arg1,
             d1=torch.empty_like(pooled1), d2=d2, sums1=sums1, sums2=sums2,
@@ -135,11 +134,12 @@ class _Gradients(torch.autograd.Function):
         launch = convolutions(kind, at, tiles, lanes, padded=False)
         launch["conv2_inputs"]()
         launch["weights_backward"]()
-        first, second = sums1.sum(dim=1), sums2.sum(dim=1)
+        first = sums1.sum(dim=1)
         both = first[:, : 160 * 64].view(lanes, 5, 8, 4, 32, 2)[:, :, :, : shapes.channels]
         w1 = (both[:, :, :5, ..., 0] + both[:, :, 1:6, ..., 1]).permute(0, 4, 3, 1, 2)
-        w2 = second[:, : 800 * 64].view(lanes, 5, 5, 32, 64).permute(0, 4, 3, 1, 2)
-        return w1, first[:, 160 * 64 : 160 * 64 + 32], w2, second[:, 800 * 64 :]
+        w2 = sums2.sum(dim=1).view(lanes, 5, 5, 32, 64).permute(0, 4, 3, 1, 2)
+        b2 = torch.where(arg2 < 4, gradient, 0).sum(dim=(1, 2, 3), dtype=torch.float32)
+        return w1, first[:, 160 * 64 : 160 * 64 + 32], w2, b2
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

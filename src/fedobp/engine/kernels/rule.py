@@ -24,9 +24,8 @@ B2 = tl.constexpr(56352)
 BF = tl.constexpr(56416)
 WF = tl.constexpr(56928)
 SPREAD1 = tl.constexpr(5 * 32 * 64)  # a copy of W1 for two neighbouring positions side by side
-TAPS2 = tl.constexpr(25 * 32 * 64)  # a copy of W2, and one with its last two axes exchanged
+TAPS2 = tl.constexpr(25 * 32 * 64)  # a copy of W2, one with its last two axes exchanged, a partial sum of its gradient
 SUMS1 = tl.constexpr((5 * 32 + 1) * 64)  # a partial sum of the first convolution's gradient, with its bias
-SUMS2 = tl.constexpr((25 * 32 + 1) * 64)  # and of the second's
 
 # Which terms a step has, as bits of RULE.
 MOMENTUM = tl.constexpr(1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedobp.algorithms.base import Part
 from fedobp.engine.kernels import backward, forward
-from fedobp.engine.kernels.rule import DRIFT, HIDDEN, MASK, MOMENTUM, PULL, SPREAD1, SUMS1, SUMS2, TAPS2
+from fedobp.engine.kernels.rule import DRIFT, HIDDEN, MASK, MOMENTUM, PULL, SPREAD1, SUMS1, TAPS2
 from fedobp.engine.kernels.shapes import Shapes
 from fedobp.engine.kernels.tiles import Tiles
 
@@ -71,7 +71,8 @@ class Buffers:
         self.logits = room(HIDDEN.value // 16 * batch * shapes.outputs)
         self.d1 = room(map1 * base, dtype=low)
         self.d2 = room(batch * shapes.frame**2 * 64 * base, dtype=low)
-        self.sums1, self.sums2 = room(splits[0] * SUMS1.value * base), room(splits[1] * SUMS2.value * base)
+        self.sums1, self.sums2 = room(splits[0] * SUMS1.value * base), room(splits[1] * TAPS2.value * base)
+        self.bias2 = room(shapes.features * base)
         # The order of samples, how inputs are scaled ((x - shift) * scale), and the batch in work.
         self.order, self.counts = room(steps, batch, dtype=whole), room(steps, dtype=whole)
         self.scale, self.shift = room(4), room(4)
@@ -169,7 +170,7 @@ def launches(kind: Kind, at: Buffers, tiles: Tiles, lanes: int, padded: bool, sa
     def dense_backward() -> None:
         columns, depth, warps, stages = tiles.dense_backward
         backward.dense_backward[features // columns, lanes](
-            at.pooled2, at.arg2, at.dh, at.count, *rule, at.d2,
+            at.pooled2, at.arg2, at.dh, at.count, *rule, at.d2, at.bias2,
             size, batch, features, pooled2, columns, depth, kind.rule, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
@@ -193,7 +194,8 @@ def _update(
     shapes = kind.shapes
     backward.update[backward.MOVERS.value * weights + shapes.batch, lanes](
         at.theta, at.velocity, at.anchor, at.drift, at.moving, at.numbers,
-        at.spread, at.taps, at.flipped, at.sums1, at.sums2,
+        at.spread, at.taps, at.flipped, at.sums1, at.sums2, at.bias2,
         at.order, at.counts, samples.x, samples.y, at.scale, at.shift,
         at.step, at.x, at.count, at.awake, at.labels, at.steps,
-        shapes.size, shapes.batch, shapes.side, shapes.channels, *splits, weights, kind.rule, padded)  # fmt: skip
+        shapes.size, shapes.batch, shapes.side, shapes.channels, shapes.pooled2, *splits,
+        weights, kind.rule, padded)  # fmt: skip
