@@ -31,10 +31,11 @@ import torch
 
 from fedobp import Config, sweep
 from fedobp.bench import Trial, clock, noise, stand_in, steps_by_round, train
+from fedobp.course import cohorts
 from fedobp.data import FederatedData, data_dir
 from fedobp.engine import Budget, Precision
 from fedobp.engine.kernels import fused_for
-from fedobp.federation import cohorts, deal, engine_for
+from fedobp.federation import deal, engine_for
 from fedobp.models import Model
 
 DEVICE = torch.device("cuda")

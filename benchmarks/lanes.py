@@ -29,9 +29,10 @@ from torch import nn
 
 from fedobp import Config
 from fedobp.bench import EngineName, Trial, noise, peak, stand_in, step_flops, steps_by_round, train
+from fedobp.course import cohorts
 from fedobp.data import FederatedData
 from fedobp.engine import Budget, Counters, memory_of
-from fedobp.federation import cohorts, deal, engine_for
+from fedobp.federation import deal, engine_for
 from fedobp.models import Model, register
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedobp import Config, Federation
-from fedobp.federation import cohorts
+from fedobp.course import cohorts
 from fedobp.importance import above, squared
 from fedobp.models import Model
 

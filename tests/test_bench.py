@@ -14,10 +14,11 @@ from rich.console import Console
 from fedobp import Config, Federation, FedobpError, Model
 from fedobp import bench as room
 from fedobp.bench import Bench, Speed, Trial, bench, noise, peak, stand_in, step_flops, steps_by_round, train
+from fedobp.course import cohorts
 from fedobp.data import FederatedData, partition
 from fedobp.engine import Budget
 from fedobp.engine.schedule import batches
-from fedobp.federation import cohorts, engine_for
+from fedobp.federation import engine_for
 from fedobp.keys import fold
 from fedobp.report.tables import bench_table
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from fedobp import Config, Federation
 from fedobp.algorithms import METHODS
+from fedobp.course import cohorts
 from fedobp.data import Shard
-from fedobp.federation import cohorts
 from fedobp.models import NETS
 
 TINY = {"clients": 6, "rounds": 2, "participation": 0.5, "epochs": 1, "model": "mlp", "precision": "fp32"}

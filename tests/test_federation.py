@@ -13,8 +13,8 @@ import fedobp.federation as federation_module
 from fedobp import Config, Federation, FedobpError, sweep
 from fedobp.algorithms import METHODS, Moment
 from fedobp.algorithms.fedavg import FedAvg
+from fedobp.course import cohorts
 from fedobp.engine import Budget, Population, Serial, Task
-from fedobp.federation import cohorts
 from fedobp.models import Model
 
 TINY = {"clients": 6, "rounds": 4, "participation": 0.5, "epochs": 1, "model": "mlp", "precision": "fp64"}

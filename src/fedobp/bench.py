@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedobp.algorithms import Moment
 from fedobp.config import Config
+from fedobp.course import Course, cohorts
 from fedobp.data import KNOWN, Dataset, FederatedData, data_dir, describe
 from fedobp.engine import (
     Budget,
@@ -31,7 +32,7 @@ from fedobp.engine.schedule import batches_of
 from fedobp.engine.stack import Grouped, stacked
 from fedobp.errors import FedobpError
 from fedobp.evaluation import Evaluator
-from fedobp.federation import Course, cohorts, deal, engine_for, memory_for
+from fedobp.federation import deal, engine_for, memory_for
 from fedobp.models import Model
 
 EngineName = Literal["serial", "lanes"]

@@ -12,9 +12,9 @@ from walk import vector
 from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Batch, Client, Moment, Sparse, Sweep, Train
 from fedobp.algorithms.decoupled import STEPS, add_gradient, add_squares, draw, take_own
+from fedobp.course import cohorts
 from fedobp.engine import pooled_gradient
 from fedobp.errors import FedobpError
-from fedobp.federation import cohorts
 from fedobp.models import Layout, Model
 
 Decoupled = METHODS["decoupled"]

@@ -13,7 +13,7 @@ from walk import moment, vector
 from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Client, Sweep, Train
 from fedobp.algorithms.feddpa import personal_loss, shared_loss
-from fedobp.federation import cohorts
+from fedobp.course import cohorts
 from fedobp.models import NETS, Model, register
 
 METHOD = METHODS["feddpa"]

@@ -13,7 +13,7 @@ from walk import moment, vector
 
 from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Client, Sparse, Train
-from fedobp.federation import cohorts
+from fedobp.course import cohorts
 from fedobp.models import NETS, Layout, Model, register
 
 METHOD = METHODS["fedselect"]

@@ -13,8 +13,8 @@ from walk import moment, row, walk
 
 from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Batch, Client, Train, floco
+from fedobp.course import cohorts
 from fedobp.engine.schedule import step_key
-from fedobp.federation import cohorts
 from fedobp.keys import Purpose, fold, uniform
 from fedobp.models import Model
 

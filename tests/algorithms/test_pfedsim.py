@@ -12,8 +12,8 @@ from walk import vector, walk
 from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Moment, Train
 from fedobp.algorithms.pfedsim import alikeness, shares
+from fedobp.course import cohorts
 from fedobp.errors import FedobpError
-from fedobp.federation import cohorts
 from fedobp.models import NETS, Model
 
 METHOD = METHODS["pfedsim"](rho=0.25)

@@ -11,7 +11,7 @@ from walk import vector
 
 from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Client, Moment, Sparse, Train
-from fedobp.federation import cohorts
+from fedobp.course import cohorts
 from fedobp.models import Layout
 
 SeqFedEDT = METHODS["seqfededt"]

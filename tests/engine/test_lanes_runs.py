@@ -7,9 +7,9 @@ from lanes_cases import BATCH, CLIENTS, TRAIN, metrics, same
 
 from fedobp import Config, Federation, FedobpError, sweep
 from fedobp.algorithms import METHODS
+from fedobp.course import cohorts
 from fedobp.engine.patches import patched
 from fedobp.engine.vectorised import Vectorised
-from fedobp.federation import cohorts
 
 pytestmark = pytest.mark.usefixtures("networks")
 

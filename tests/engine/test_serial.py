@@ -13,10 +13,10 @@ import fedobp.engine.serial as serial_module
 from fedobp import Config, Federation, FedobpError
 from fedobp.algorithms import METHODS, Moment, Sparse, Sweep, Train
 from fedobp.algorithms.fedobp import FedOBP, keep_and_upload
+from fedobp.course import cohorts
 from fedobp.data import Dataset, FederatedData, Shard
 from fedobp.engine import Budget, Counters, Population, Serial, Task
 from fedobp.engine.schedule import batches, step_key, subset
-from fedobp.federation import cohorts
 from fedobp.keys import Purpose, fold
 from fedobp.models import Model
 

@@ -12,13 +12,14 @@ from kernel_cases import CASES, Case, Problem, rounded, rounded_features, spoil
 from torch.func import grad, vmap
 
 from fedobp import Config, Federation, sweep
+from fedobp.course import Course
 from fedobp.engine import Budget
 from fedobp.engine.fit import Rule
 from fedobp.engine.kernels import fused_for
 from fedobp.engine.kernels.convolutions import Convolutions, Setting
 from fedobp.engine.kernels.fused import Fused
 from fedobp.engine.kernels.tiles import tiles_for
-from fedobp.federation import Course, engine_for
+from fedobp.federation import engine_for
 from fedobp.models import Model
 from fedobp.transfer import Arriving
 
