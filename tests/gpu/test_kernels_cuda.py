@@ -9,6 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA card that torch can use", allow_module_level=True)
 
 from kernel_cases import CASES, Case, Problem, rounded, rounded_features, spoil
+from lanes_cases import same
 from torch.func import grad, vmap
 
 from fedobp import Config, Federation, sweep
@@ -223,14 +224,9 @@ def test_methods_that_do_the_same_give_the_same_bits(folder):
         dict(zip(methods, sweep([Config(**given, method=m) for m in methods]), strict=True)) for _ in range(2)
     )
     for one, other in (("fedavg", "fedavg-last"), ("fedavg", "fedavg-ft"), ("fedobp", "decoupled")):
-        same(first[one].state_dict(), first[other].state_dict())
+        torch.testing.assert_close(first[one].state_dict(), first[other].state_dict(), rtol=0, atol=0)
     for method in methods:
-        same(first[method].state_dict(), again[method].state_dict())
-
-
-def same(state, other):
-    for name, tensor in state.items():
-        assert torch.equal(tensor, other[name]), name
+        same(first[method], again[method], atol=0)
 
 
 def moved_alike(one, other, precision):
