@@ -343,10 +343,14 @@ def made(name, shape=(1, 8, 8)):
     return Model(name, shape, CLASSES)
 
 
+def vector(result, client=None):
+    """A run's global model, or a client's, as a vector."""
+    return torch.cat([tensor.reshape(-1).cpu() for tensor in result.state_dict(client).values()])
+
+
 def vectors(result):
-    """The global model and every client's, as vectors."""
-    models = [result.state_dict(client) for client in (None, *range(result.config.clients))]
-    return torch.stack([torch.cat([tensor.reshape(-1).cpu() for tensor in model.values()]) for model in models])
+    """The global model and every client's."""
+    return torch.stack([vector(result, client) for client in (None, *range(result.config.clients))])
 
 
 def metrics(folder):

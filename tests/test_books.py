@@ -5,6 +5,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
+from lanes_cases import vector
 from torch import nn
 
 from fedobp import Config, Federation
@@ -102,12 +103,7 @@ def test_a_round_of_clients_without_samples_changes_nothing(method, engine, monk
     whole = federation.run(method)
     start = federation.model.initial(config.seed).double()
     if method != "floco":  # whose first model is not theta^0
-        assert torch.equal(flat(first), start)
-    assert flat(whole).isfinite().all()
-    assert flat(whole, who[-1]).isfinite().all()
-    assert not torch.equal(flat(whole, who[-1]), start)
-
-
-def flat(result, client=None):
-    """A model as a vector."""
-    return torch.cat([tensor.reshape(-1) for tensor in result.state_dict(client).values()])
+        assert torch.equal(vector(first), start)
+    assert vector(whole).isfinite().all()
+    assert vector(whole, who[-1]).isfinite().all()
+    assert not torch.equal(vector(whole, who[-1]), start)

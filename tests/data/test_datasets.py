@@ -19,11 +19,6 @@ IMAGES = np.zeros((8, 28, 28), np.uint8)
 
 
 @pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "data"
-
-
-@pytest.fixture
 def source(tmp_path):
     """A function that writes arrays to an npz file and returns its path."""
 

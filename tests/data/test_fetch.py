@@ -155,11 +155,6 @@ def server(monkeypatch):
     server.close()
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "data"
-
-
 def tree(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 

@@ -7,122 +7,34 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from serial_cases import (
+    BATCH,
+    DATA,
+    ENGINES,
+    MODEL,
+    SEED,
+    THETA,
+    Alone,
+    close,
+    everyone,
+    moment,
+    numbers,
+    plain_loop,
+    remember,
+    take,
+    take_own,
+    upload,
+)
 from torch.nn import functional
 
 import fedobp.engine.serial as serial_module
 from fedobp import Config, Federation, FedobpError
-from fedobp.algorithms import METHODS, Moment, Sparse, Sweep, Train
+from fedobp.algorithms import METHODS, Sparse, Train
 from fedobp.algorithms.fedobp import FedOBP, keep_and_upload
 from fedobp.course import cohorts
-from fedobp.data import Dataset, FederatedData, Shard
-from fedobp.engine import Budget, Counters, Population, Serial, Task
-from fedobp.engine.schedule import batches, step_key, subset
+from fedobp.engine import Counters
+from fedobp.engine.schedule import batches
 from fedobp.keys import Purpose, fold
-from fedobp.models import Model
-
-SEED, BATCH = 5, 4
-# Training samples: batches of 4, 4 and 3; 4 and 4 (a single one is left over); none; 4 and 2.
-TRAIN, TEST = (11, 9, 1, 6), (3, 2, 1, 0)
-
-
-def make_data():
-    random = np.random.RandomState(0)
-    total = sum(TRAIN) + sum(TEST)
-    x, y = random.randn(total, 6).astype(np.float32), random.randint(0, 3, total)
-    shards, start = [], 0
-    for trained, tested in zip(TRAIN, TEST, strict=True):
-        middle, end = start + trained, start + trained + tested
-        shards.append(Shard(np.arange(start, middle), np.array([], np.int64), np.arange(middle, end)))
-        start = end
-    return FederatedData(Dataset("mine", x, y, (0, 1, 2), 0), shards, torch.device("cpu"), torch.float64)
-
-
-ENGINES = pytest.mark.parametrize("engine", ["serial", "lanes"])
-DATA = make_data()
-MODEL = Model("mlp", (6,), 3)
-THETA = MODEL.initial(0).double()
-
-
-class Alone:
-    """One run on a serial engine: a population, and what a task is made of."""
-
-    def __init__(self, own=None):
-        self.people = Population(DATA, own or {}, THETA, SEED, Budget())
-        self.engine = Serial(MODEL, BATCH)
-
-    def task(self, now, program=(), down=None, hp=None):
-        return Task(self.people, now, program, down or {}, hp or numbers())
-
-    def train(self, *given):
-        [answer] = self.engine.train([self.task(*given)])
-        return answer
-
-    def serve(self, *given):
-        return self.engine.serve(self.task(*given))
-
-    def last(self, now, otherwise):
-        return self.engine.last(self.task(now), otherwise)
-
-    def predict(self, now, theta, split):
-        return self.engine.predict(self.task(now), theta, split)
-
-
-def moment(*clients, round=1):
-    return Moment(round=round, rounds=3, clients=4, epochs=1, cohort=torch.tensor(clients))
-
-
-def numbers(lr=0.1, momentum=0.0, weight_decay=0.0):
-    return {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-
-
-def everyone(theta, now):
-    return {"theta": theta.expand(len(now.cohort), -1)}
-
-
-def take(model, client):
-    return client.set(theta=client.down["theta"])
-
-
-def upload(model, client):
-    return client.upload(theta=client.theta)
-
-
-def remember(model, client):
-    return client.remember(theta=client.theta)
-
-
-def take_own(model, client):
-    return client.set(theta=client.own["theta"])
-
-
-def plain_loop(client, phases, lr, momentum, weight_decay, *, round=1, purpose=Purpose.TRAIN, restart=True):
-    """What training is: SGD written out. `phases` are the program's Train phases as {position: epochs}."""
-    module = MODEL.module(THETA)
-    x, y = DATA.inputs(client, "train"), DATA.targets(client, "train")
-    velocity, losses = None, []
-    for position, epochs in phases.items():
-        if restart:
-            velocity = None
-        for epoch in range(epochs):
-            for picked in batches(fold(SEED, round, client, purpose, position, epoch), len(y), BATCH):
-                loss = functional.cross_entropy(module(x[picked]), y[picked])
-                gradients = torch.autograd.grad(loss, list(module.parameters()))
-                with torch.no_grad():
-                    weights = list(module.parameters())
-                    slopes = [g + weight_decay * w for g, w in zip(gradients, weights, strict=True)]
-                    if velocity is not None:
-                        slopes = [momentum * v + s for v, s in zip(velocity, slopes, strict=True)]
-                    velocity = slopes
-                    for weight, slope in zip(weights, slopes, strict=True):
-                        weight -= lr * slope
-                losses.append(loss.item())
-    vector = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-    return vector, sum(losses) / len(losses) if losses else None
-
-
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
 
 # Training.
 
@@ -455,97 +367,6 @@ def test_a_method_that_cheats_does_not_get_through_a_run(monkeypatch, engine):
     config = Config(clients=5, rounds=2, epochs=1, model="mlp", participation=1, eval_every=2, engine=engine)
     with pytest.raises(FedobpError, match="round 2, client"):
         Federation(config).run("cheat", q=0.9)
-
-
-# Sweeps.
-
-
-def note(model, client, batch):
-    """Write down what a step can see, one line after the other."""
-    line = torch.stack([batch.y.sum(), batch.weight.sum().long(), batch.key, batch.step, batch.epoch])
-    at = torch.nn.functional.one_hot(client.work["lines"], len(client.work["notes"]))[:, None]
-    return client.set(notes=client.work["notes"] + at * line, lines=client.work["lines"] + 1)
-
-
-def a_notebook(model, client):
-    return client.set(theta=THETA, notes=torch.zeros(40, 5, dtype=torch.int64), lines=torch.tensor(0))
-
-
-def upload_notes(model, client):
-    return client.upload(notes=client.work["notes"], steps=client.data["steps"])
-
-
-def swept(client, sweep):
-    """Return the lines that a client wrote, and how many batches it says it had."""
-    up = Alone().train(moment(client, round=2), [a_notebook, sweep, upload_notes]).up
-    steps = int(up["steps"][0])
-    assert not up["notes"][0, steps:].any()
-    return up["notes"][0, :steps].tolist()
-
-
-def expected_notes(client, epochs, size=BATCH, smallest=1, fraction=1.0):
-    key, y, lines = fold(SEED, 2, client, Purpose.TRAIN, 1), DATA.targets(client, "train"), []
-    if fraction < 1:
-        y = y[subset(key, len(y), fraction)]
-    for epoch in range(epochs):
-        for at, picked in enumerate(batches(fold(key, epoch), len(y), size, smallest=smallest)):
-            lines.append([int(y[picked].sum()), len(picked), int(step_key(key, epoch, at)), len(lines), epoch])
-    return lines
-
-
-def test_a_sweep_goes_through_every_batch_of_every_epoch():
-    assert swept(1, Sweep(note, 2)) == expected_notes(1, 2)
-    assert [line[1] for line in swept(1, Sweep(note, 2))] == [4, 4, 1, 4, 4, 1]
-    assert [line[1] for line in swept(1, Sweep(note, smallest=2))] == [4, 4]
-    assert len({line[2] for line in swept(0, Sweep(note, 5))}) == 15, "every step has a key of its own"
-
-
-def test_a_sweep_of_a_part_sees_the_same_samples_in_every_epoch():
-    lines = swept(0, Sweep(note, 3, fraction=0.5))
-    assert lines == expected_notes(0, 3, fraction=0.5)
-    assert [line[1] for line in lines] == [4, 1] * 3  # int(0.5 * 11) samples
-    sums = {sum(line[0] for line in lines[at : at + 2]) for at in (0, 2, 4)}
-    assert len(sums) == 1
-
-
-def test_a_sweep_of_all_at_once_is_one_batch():
-    assert swept(0, Sweep(note, 2, whole=True)) == expected_notes(0, 2, size=11)
-    assert [line[1] for line in swept(2, Sweep(note, whole=True))] == [1]
-    assert swept(2, Sweep(note, whole=True, smallest=2)) == []
-
-
-def test_a_sweep_ends_when_it_is_told_to():
-    assert len(swept(0, Sweep(note, 9, more=lambda model, client: client.work["lines"] < 4))) == 6  # whole epochs
-    assert swept(0, Sweep(note, 9, more=lambda model, client: client.work["lines"] < 0)) == []
-
-
-def test_what_is_computed_in_a_sweep_is_counted():
-    one = Alone()
-    one.train(moment(0, 1), [a_notebook, Sweep(note, 2, smallest=2), upload_notes])
-    assert one.engine.counters == Counters(steps=6 + 4, slots=22 + 16, samples=22 + 16)
-    one.train(moment(0), [a_notebook, Sweep(note, 2, smallest=2, passes=3), upload_notes])
-    assert one.engine.counters.samples == 22 + 16 + 3 * 22
-
-
-# Predictions of one's own.
-
-
-def test_a_task_can_say_how_logits_come_about():
-    def mixed(model, work, x):
-        return model.logits(work["theta"], x) * work["sign"]
-
-    def take_sign(model, client):
-        return client.set(theta=THETA, sign=torch.tensor(-1.0, dtype=THETA.dtype))
-
-    one, now = Alone(), moment(0, 1)
-    task = Task(one.people, now, [take_sign], {}, numbers(), mixed)
-    served = one.engine.serve(task)
-    assert served["sign"].tolist() == [-1, -1]
-    found = one.engine.predict(task, served["theta"], "test", served)
-    for client, labels in zip((0, 1), found, strict=True):
-        assert labels.equal(MODEL.logits(THETA, DATA.inputs(client, "test")).argmin(dim=1))
-    plain = one.engine.predict(task, served["theta"], "test")
-    assert not torch.equal(torch.cat(plain), torch.cat(found))
 
 
 # Whole runs.
