@@ -1,6 +1,7 @@
 """Find tile shapes for a card: every kernel of the fused step over a grid of shapes, then the whole step.
 
     python benchmarks/tune.py --precision bf16 --lanes 1,10,160
+    python benchmarks/tune.py --kernels "" --lanes 1,4,10,160    # look for nothing: what the shapes in use take
 
 Prints, for each number of lanes, the best shapes as an entry of src/fedobp/engine/kernels/tiles.py, and how long each
 kernel and the whole step take with them. Shapes that the card has no room for are left out.
@@ -24,6 +25,8 @@ from fedobp.engine.kernels.tiles import EXACT, Tile, Tiles, tiles_for
 
 STEPS = 512
 SAMPLES = 4096
+# Partial sums that are tried, for few lanes and for many.
+SPLITS = {True: list(product((28, 49), (5, 12))), False: list(product((4, 7, 14), (1, 2, 5)))}
 
 
 def candidates(kernel: str, few: bool, precision: str) -> Iterator[dict[str, object]]:
@@ -42,7 +45,7 @@ def candidates(kernel: str, few: bool, precision: str) -> Iterator[dict[str, obj
     for shape in shapes[kernel]:
         change: dict[str, object] = {kernel: Tile(*shape)}
         if kernel == "weights_backward":
-            for splits in product((28, 49) if few else (4, 7, 14), (5, 12) if few else (1, 2, 5)):
+            for splits in SPLITS[few]:
                 yield {**change, "splits": splits}
         else:
             yield change
@@ -59,7 +62,8 @@ class Bench:
     def __init__(self, shapes: Shapes, precision: str, lanes: int) -> None:
         self.kind = Kind(shapes, precision, "all")  # type: ignore[arg-type]
         self.lanes, device = lanes, torch.device("cuda")
-        self.at = Buffers(self.kind, lanes, STEPS, (98, 12), device)
+        first, second = zip(*SPLITS[True], *SPLITS[False], *(entry.splits for entry in table(precision)), strict=True)
+        self.at = Buffers(self.kind, lanes, STEPS, (max(first), max(second)), device)
         draw = torch.Generator(device).manual_seed(0)
         image = (SAMPLES, shapes.channels, shapes.side, shapes.side)
         images = torch.randint(0, 256, image, generator=draw, device=device, dtype=torch.uint8)
@@ -118,11 +122,16 @@ def compiles(shapes: Shapes, precision: str, lanes: int, kernel: str, tiles: Til
     return True
 
 
+def table(precision: str) -> tuple[Tiles, ...]:
+    """Return the entries that are in use; on a card or in a precision without any, the H200's for bf16 to start."""
+    found = tiles_for(torch.cuda.get_device_capability(), precision) or tiles_for((9, 0), "bf16")
+    assert found is not None
+    return found
+
+
 def entry_for(precision: str, lanes: int) -> Tiles:
-    """Return the entry that is in use; on a card or in a precision without any, the H200's for bf16 to start from."""
-    table = tiles_for(torch.cuda.get_device_capability(), precision) or tiles_for((9, 0), "bf16")
-    assert table is not None
-    return next(entry for entry in table if lanes <= entry.lanes)
+    """Return the entry for a number of lanes."""
+    return next(entry for entry in table(precision) if lanes <= entry.lanes)
 
 
 def best_of(bench: Bench, kernel: str, tiles: Tiles, able: set[Tiles], show: int) -> Tiles:

@@ -359,8 +359,9 @@ def test_a_card_without_tiles_is_told_once(monkeypatch):
         assert fused_for(model, 32, "fp64", card) is None
 
 
-class Old:
-    __version__ = "3.5.1"
+class Other:
+    def __init__(self, version):
+        self.__version__ = version
 
 
 class Broken:
@@ -374,8 +375,9 @@ class Broken:
 @pytest.mark.parametrize(
     ("module", "sentence"),
     [
-        (None, "need Triton, which is not installed"),
-        (Old(), "need Triton 3.6 or newer, and this is 3.5.1"),
+        (None, r"need Triton, which is not installed \(pip install 'triton==3\.6\.\*'\)"),
+        (Other("3.5.1"), r"need Triton 3\.6, and this is 3\.5\.1 \(pip install 'triton==3\.6\.\*'\)"),
+        (Other("3.10.0"), r"need Triton 3\.6, and this is 3\.10\.0"),
         (Broken(), r"need Triton to work, and it does not \(Failed to find C compiler. Please specify one.\)"),
     ],
 )

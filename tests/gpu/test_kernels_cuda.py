@@ -159,7 +159,10 @@ def test_fewer_lanes_do_not_depend_on_what_the_others_left():
 @pytest.mark.parametrize(("side", "channels"), [(28, 1), (32, 3)])
 @pytest.mark.parametrize("lanes", [160, 12, 6, 2])
 def test_equal_lanes_stay_equal_beside_other_work(side, channels, lanes):
-    """On two streams at once: what a lane finds must not depend on who is faster, and a difference would stay."""
+    """On two streams at once: what a lane finds must not depend on who is faster, and a difference would stay.
+
+    Too short for what happens in one step of tens of thousands: tests/compile_kernels.py looks for the cause of that.
+    """
     times = 200
     problem = Problem(Case(side, channels, batch=32, steps=(times,), counts=((32,) * times,)), DEVICE)
     ids, counts = (one.to(DEVICE).repeat_interleave(lanes, dim=1) for one in (problem.ids, problem.counts))

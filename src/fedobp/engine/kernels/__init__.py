@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from fedobp.engine.kernels.step import Arithmetic
 
 
-_TRITON = (3, 6)  # the oldest version that the kernels were run with
+# The version that the kernels were run with: what another makes of them nobody has looked at, and it matters
+# (docs/performance.md, "A tile that was copied over").
+_TRITON = "3.6"
 
 
 def suits(model: Model, batch: int, precision: Precision) -> bool:
@@ -60,11 +62,11 @@ def _missing() -> str | None:
     """Return what keeps Triton from running."""
     try:
         triton = import_module("triton")
-        if tuple(map(int, triton.__version__.split(".")[:2])) < _TRITON:
-            return f"Triton {_TRITON[0]}.{_TRITON[1]} or newer, and this is {triton.__version__}"
+        if triton.__version__.split(".")[:2] != _TRITON.split("."):
+            return f"Triton {_TRITON}, and this is {triton.__version__} (pip install 'triton=={_TRITON}.*')"
         triton.runtime.driver.active.utils  # builds what launches kernels, with the machine's C compiler  # noqa: B018
     except ImportError:
-        return "Triton, which is not installed (pip install triton)"
+        return f"Triton, which is not installed (pip install 'triton=={_TRITON}.*')"
     except (RuntimeError, OSError, SubprocessError) as error:
         return f"Triton to work, and it does not ({str(error).splitlines()[0]})"
     return None

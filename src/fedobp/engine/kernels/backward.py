@@ -2,8 +2,9 @@
 
 Five launches. `head` and `dense_backward` take the loss's gradient through these layers and change their weights.
 `conv2_inputs` goes on to the first convolution; `weights_backward` computes what both convolutions' weights should
-change by, in a fixed number of partial sums; `update` adds these up in a fixed order, moves the weights, makes the
-copies that products read, and lays out the next batch. No atomic additions: the same input gives the same bits.
+change by, in a fixed number of partial sums (those of the second one's bias come from `dense_backward`); `update` adds
+these up in a fixed order, moves the weights, makes the copies that products read, and lays out the next batch. No
+atomic additions: the same input gives the same bits.
 """
 
 import triton
