@@ -88,6 +88,8 @@ def dense_backward(
     xv = tl.load(x + lane * (B * F) + r[:, None] * F + i[None, :])
     dx = tl.zeros((B, COLUMNS), tl.float32)
     for s in range(0, HIDDEN, DEPTH):
+        # Summed below as well as read by products, unlike `d` of `conv2_weights`: here `g` is waited for in the same
+        # turn, before a later tile is copied (`tests/compile_kernels.py` would tell).
         dv = tl.load(rows + s)
         at = mine + WF + (s + o)[:, None] * F + i[None, :]
         dx = tl.dot(dv, tl.load(theta + at).to(low), dx, input_precision=PRECISION)
