@@ -136,6 +136,14 @@ def test_the_most_typical_rounds_are_measured_by_both_engines(fake_time):
     assert [speed.rounds for speed in found.engines] == [5, 5]
 
 
+def test_the_peak_is_the_best_of_several_moments(monkeypatch, fake_time):
+    rates = iter([1e9, 3e9])
+    monkeypatch.setattr(room, "peak", lambda device, precision, seconds: next(rates))
+    found = bench(Config(**TINY), seconds=12)
+    assert found.peak_flops_per_second == 3e9
+    check(found)
+
+
 def test_where_a_round_is_too_long_a_part_of_it_is_measured(fake_time):
     found = bench(Config(**TINY), seconds=12)
     check(found)

@@ -37,7 +37,8 @@ from fedobp.models import Model
 
 EngineName = Literal["serial", "lanes"]
 # Where in the time budget each part of the measurement ends.
-_ENDS = {"peak": 0.05, "lanes": 0.45, "lanes evaluation": 0.55, "serial": 0.9, "serial evaluation": 1.0}
+_ENDS = {"lanes": 0.45, "lanes evaluation": 0.55, "serial": 0.9, "serial evaluation": 1.0}
+_PEAK = 0.03  # the share of it for matrix products, before each engine
 _LONGEST = 3600.0  # seconds
 _MOST_RUNS = 1000
 _SAMPLE = 400  # rounds whose cohorts are looked at
@@ -228,11 +229,13 @@ class _Session:
     def measure(self) -> Bench:
         """Measure both engines."""
         config = self._config
-        self._tell("matrix product")
-        best = peak(self._device, config.precision, max(0.2, self._left("peak")))
+        best = 0.0
         found: dict[EngineName, tuple[_Measured, float]] = {}
         names: tuple[EngineName, ...] = ("lanes", "serial")
         for name in names:
+            # Again each time: where a machine is shared, its best moment may come later.
+            self._tell("matrix product")
+            best = max(best, peak(self._device, config.precision, max(0.2, _PEAK * self._seconds)))
             engine = engine_for(replace(config, engine=name), self._model)
             trained = self._trained(name, engine)
             found[name] = trained, self._evaluated(name, engine, trained)
