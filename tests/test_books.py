@@ -44,10 +44,10 @@ def test_bytes_are_exactly_the_payload(method, down, up):
 
 @pytest.mark.parametrize(
     ("method", "options", "down", "up"),
-    [("fedrep", {"final_epochs": 1}, 9 * BASE, 3 * BASE),  # three clients, then everyone: nothing but heads has moved
+    [("fedrep", {"final_epochs": 1}, 12 * BASE, 6 * BASE),  # three clients, twice, then all: heads are not sent
      ("flute", {"final_epochs": 1}, 9 * ALL, 3 * (ALL + CLASSES / 4) + 6 * HEAD),
      ("pfedfda", {"last": "all"}, 9 * (BASE + GAUSSIANS), 9 * (BASE + GAUSSIANS)),
-     ("lg-fedavg", {"mode": "as-published"}, 6 * BASE, 6 * BASE)],
+     *((method, {"mode": "as-published"}, 6 * ALL, 6 * ALL) for method in ("lg-fedavg", "fedper", "fedrep"))],
 )  # fmt: skip
 def test_bytes_of_last_rounds_and_modes(method, options, down, up):
     result = Federation(Config(**TINY)).run(method, **options)
@@ -68,7 +68,7 @@ def test_batch_norm_costs_fedbn_nothing(monkeypatch):
     [("fedavg", {}, 3, 0), ("fedavg-ft", {"finetune": 2}, 3, 2), ("ditto", {"personal_epochs": 2}, 5, 0),
      ("fedrep", {}, 3, 0), ("local", {}, 3, 0), ("pfedme", {"inner": 4}, 12, 0), ("apfl", {}, 6, 0),
      ("apfl", {"adaptive": "on"}, 9, 0), ("apfl", {"mode": "as-published"}, 6, 0), ("fedbabu", {}, 3, 5),
-     ("fedala", {"mode": "as-published"}, 3 + 5 / 6 * 0.8, 0.8), ("pfedfda", {}, 4, 1), ("feddpa", {}, 4, 1),
+     ("fedala", {"mode": "as-published"}, 3 + 5 / 6 * 0.8, 0.8), ("pfedfda", {}, 4, 1), ("feddpa", {}, 7, 1),
      ("fedpac", {}, 5, 0), ("fedselect", {}, 6, 0), ("decoupled", {"score": "fisher", "q": 0.9}, 4, 1)],
 )  # fmt: skip
 def test_passes_over_the_data_are_counted(method, options, visit, use, engine):

@@ -107,7 +107,7 @@ class Run(Course):
         self.partition = partition  # its hash
         self.about = {"method": config.method, "model": config.model, **self.data.about()}
         self.cohorts = cohorts(config)
-        self.now = self.coming = self.moment(0, torch.tensor([]))
+        self.coming = [self.moment(0, torch.tensor([]))]
         self.turns: list[Moment] = []
         self.costs: list[_Cost] = []  # of this round's turns
         self.pending: list[list[_Cost]] = []  # of rounds that are not written down yet
@@ -118,21 +118,22 @@ class Run(Course):
 
     def next_task(self, round: int) -> Task:
         """Return what the next round will ask of its cohort, but for what it will send."""
-        if round != self.coming.round:
-            cohort = next(self.cohorts)
-            everyone = self.method.everyone(round, self.config.rounds)
-            self.coming = self.moment(round, torch.arange(self.config.trainers) if everyone else cohort)
-        return self.task(self.turns_of(self.coming)[0])
+        if round != self.coming[0].round:
+            self.coming = self.turns_of(self.moment(round, next(self.cohorts)))
+        return self.task(self.coming[0])
 
     def turns_of(self, now: Moment) -> list[Moment]:
-        """Return the cohorts that train one after the other in a round: one, or as many as there are clients."""
-        return [now] if self.method.together else [replace(now, cohort=one) for one in now.cohort.split(1)]
+        """Return the cohorts that train one after the other in a round; each client is one if they are not together."""
+        all_clients = replace(now, cohort=torch.arange(self.config.trainers), everyone=True)
+        turns = [all_clients if turn == "everyone" else now for turn in self.method.turns(now.round, now.rounds)]
+        if self.method.together:
+            return turns
+        return [replace(turn, cohort=one) for turn in turns for one in turn.cohort.split(1)]
 
     def begin_round(self, round: int) -> None:
         """Walk through one round (the paper's Algorithm 1, and every other method's): sample, ..."""
         self.next_task(round)
-        self.now, self.costs = self.coming, []
-        self.turns = self.turns_of(self.now)
+        self.turns, self.costs = list(self.coming), []
 
     def begin_turn(self) -> Task:
         """... send ..."""
@@ -154,7 +155,8 @@ class Run(Course):
 
         CUDA may still be busy with this round: then its costs are asked for when the next one is under way.
         """
-        due = self._due(self.now.round)
+        round = self.costs[0].now.round
+        due = self._due(round)
         while self.pending:
             self._log(_settled(self.pending.pop(0)))
         if self.data.x.is_cuda and not due:
@@ -163,7 +165,7 @@ class Run(Course):
         line = _settled(self.costs)
         try:
             if due:
-                self.reports.append(self._evaluate(self.now.round))
+                self.reports.append(self._evaluate(round))
                 line |= self.reports[-1].to_json()
         finally:  # what a round cost is kept even if fine-tuning diverges
             self._log(line)

@@ -101,10 +101,9 @@ def test_how_epochs_are_spent():
         return [item for item in method.local(None, moment(0, epochs=epochs)) if isinstance(item, Train)]
 
     assert phases(METHOD()) == [
-        Train(3, mask="personal", loss=personal_loss), Train(2, mask="shared", loss=shared_loss),
+        Train(5, mask="personal", loss=personal_loss), Train(5, mask="shared", loss=shared_loss),
     ]  # fmt: skip
-    assert [phase.epochs for phase in phases(METHOD(), 1)] == [0, 1]
-    assert [phase.epochs for phase in phases(METHOD(shared_epochs=4))] == [1, 4]
+    assert [phase.epochs for phase in phases(METHOD(), 1)] == [1, 1]
     assert phases(METHOD(mode="as-published")) == [Train(5)]
     for mode in ("faithful", "as-published"):
         assert [item for item in METHOD(mode=mode).serve(None, moment(0)) if isinstance(item, Sweep)]
@@ -172,9 +171,9 @@ def plain(method):
             if method.mode == "as-published":
                 descend(module, x, y, 3, [1] * len(masks), lambda _: 0)
             else:
-                descend(module, x, y, 1, masks, lambda module: method.near / 2 * apart(module))
+                descend(module, x, y, 3, masks, lambda module: method.near / 2 * apart(module))
                 others = [~mask for mask in masks]
-                descend(module, x, y, 2, others, lambda module: method.level / 2 * abs(apart(module) - method.bound))
+                descend(module, x, y, 3, others, lambda module: method.level / 2 * abs(apart(module) - method.bound))
             own[client] = worker = [p.detach().clone() for p in module.parameters()]
             uploads.append(own[client])
             sizes.append(len(y))
@@ -220,8 +219,7 @@ def usual(networks):
         {"threshold": 0.1},
         {"near": 2.0},
         {"level": 1.0},
-        {"bound": 0.01},
-        {"shared_epochs": 1},
+        {"bound": 50.0},
         {"mode": "as-published"},
     ],
 )

@@ -77,6 +77,33 @@ def test_a_client_never_selected_serves_the_shared_base_with_the_head_of_theta_0
     assert served.theta.tolist() == [7, 8, 3, 4, 5]
 
 
+@pytest.mark.parametrize("name", ["fedper", "fedrep"])
+def test_as_published_heads_are_averaged_and_new_clients_start_from_that(model, name):
+    method, step = METHODS[name](mode="as-published"), vector(4, 0, 1, 1, 1)
+    server, rows, own = method.begin(model, vector(1, 2, 3, 4, 5), 0)
+
+    def trained(own, down, step):
+        state, moves = Client(own=own, down=down, work={}, up={}, hp={}), [step, 0 * step]  # FedRep has two phases
+        for item in method.local(model, NOW):
+            state = state.set(theta=state.theta + moves.pop(0)) if isinstance(item, Train) else item(model, state)
+        return state
+
+    down, rows = method.send(model, NOW, server, rows)
+    done = [trained(own, {"theta": down["theta"][at]}, (1 - 2 * at) * step) for at in (0, 1)]
+    assert [list(one.up) for one in done] == [["theta"], ["theta"]]
+    up = {"theta": torch.stack([one.up["theta"] for one in done])}
+    server, rows = method.receive(model, NOW, server, rows, up, torch.tensor([1, 3]))
+    assert server["theta"].tolist() == [-1, 2, 2.5, 3.5, 4.5]  # theta^0 and half of minus the step
+    down, _ = method.send(model, NOW, server, rows)
+    for state, head, mine in ((done[0].own, [4, 5, 6], 3), (done[1].own, [2, 3, 4], 3), (own, [2.5, 3.5, 4.5], 0)):
+        served = Client(own=state, down={"theta": down["theta"][0]}, work={}, up={}, hp={})
+        [take] = method.serve(model, NOW)
+        served = take(model, served)
+        assert served.theta.tolist() == [-1, 2, *head]
+        assert int(served.work["mine"].sum()) == mine
+        assert trained(state, {"theta": down["theta"][0]}, 0 * step).up["theta"].tolist() == [-1, 2, *head]
+
+
 def test_the_classifier_need_not_come_last(head_first):
     server, _, own = METHOD.begin(head_first, vector(1, 2, 3, 4, 5), 0)
     assert own["private"].tolist() == [1, 2, 3]

@@ -1,6 +1,7 @@
 """FedRep with two clients, worked out by hand: head and base take turns, the head never crosses the wire."""
 
 from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,8 +43,9 @@ def test_a_round_by_hand(model):
 
 def test_a_last_round_of_everyones_heads(model):
     method, last = METHOD(final_epochs=12), moment(0, 1, round=9)
-    assert [method.everyone(round, 9) for round in (1, 8, 9)] == [False, False, True]
-    assert not METHOD().everyone(9, 9)
+    assert [method.turns(round, 9) for round in (1, 8, 9)] == [("cohort",), ("cohort",), ("cohort", "everyone")]
+    assert METHOD().turns(9, 9) == ("cohort",)
+    last = replace(last, everyone=True)
     server, rows, own = method.begin(model, vector(1, 2, 3, 4, 5), 0)
     down, rows = method.send(model, last, server, rows)
     state, phases = walk(model, method.local(model, last), own, row(down, 0), [vector(0, 0, 1, 1, 1)])

@@ -283,3 +283,30 @@ def test_every_option_changes_the_model(change):
     federation = Federation(Config(**SMALL, options={"every": 2}))
     ours, theirs = (federation.run(**options).personal.mean for options in ({}, change))
     assert ours != theirs
+
+
+@pytest.mark.parametrize("engine", ["serial", "lanes"])
+def test_running_statistics_of_batch_norm_stay_on_the_client(engine, monkeypatch):
+    """Both passes of an epoch move them, nobody sends them, and the server's stay as they were."""
+
+    def normed(shape, classes):
+        layers = OrderedDict(flatten=nn.Flatten(), fc=nn.Linear(64, 4), norm=nn.BatchNorm1d(4))
+        return nn.Sequential(layers | OrderedDict(classifier=nn.Linear(4, classes)))
+
+    monkeypatch.setitem(NETS, "normed", normed)
+    config = Config(**{**SMALL, "model": "normed", "rounds": 1, "epochs": 1, "lr": 1e-12}, engine=engine)
+    federation = Federation(config)
+    result, data = federation.run(), federation.data
+    start, visited = federation.model.initial(config.seed).double(), next(cohorts(config)).tolist()
+    for client in range(data.clients):
+        module = federation.model.module(start).train()
+        for _ in range(2 if client in visited else 0):  # so slow a training leaves the weights as they are
+            module(data.inputs(client, "train"))
+        found = result.state_dict(client)
+        for name in ("norm.running_mean", "norm.running_var"):
+            torch.testing.assert_close(found[name], module.state_dict()[name], rtol=0, atol=1e-9)
+    assert result.state_dict()["norm.running_mean"].eq(0).all()
+    learned = federation.model.layout.learned
+    assert result.personal.min == 8
+    sent = 3 * (8 * learned + min(4 * 8, math.ceil((learned + 8) / 8)))
+    assert result.bytes.down_total == result.bytes.up_total == sent

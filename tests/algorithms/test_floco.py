@@ -18,7 +18,7 @@ from fedobp.engine.schedule import step_key
 from fedobp.keys import Purpose, fold, uniform
 from fedobp.models import Model
 
-METHOD = METHODS["floco"](endpoints=3, tau=2)
+METHOD = METHODS["floco"](endpoints=3, tau=1)
 MODEL = Model("mlp", (4,), 3)
 THETA = MODEL.initial(1).double()
 WEIGHT = MODEL.layout.mask(lambda name: name == "classifier.weight")
@@ -168,20 +168,20 @@ def test_endpoints_are_drawn_from_the_seed(dtype):
     assert not METHODS["floco"]().begin(MODEL, theta, 8).server["ends"].equal(server["ends"])
 
 
-def visit(server, record, round, steps):
-    """A round of two clients with one and three samples, whose training adds `steps` to all but the endpoints."""
-    now = moment(0, 1, round=round)
+def visit(server, record, round, steps, everyone=False):
+    """A turn of two clients with one and three samples, whose training adds `steps` to all but the endpoints."""
+    now = replace(moment(0, 1, round=round), everyone=everyone)
     down, record = METHOD.send(MODEL, now, server, record)
     assert sorted(down) == ["centre", "ends", "rest"]
     states = [walk(MODEL, METHOD.local(MODEL, now), {}, row(down, at), [step])[0] for at, step in enumerate(steps)]
-    names = ["ends"] if round == 2 else ["ends", "rest"]  # the projection takes nothing else
+    names = ["ends"] if everyone else ["ends", "rest"]  # the projection takes nothing else
     assert all(sorted(state.up) == names for state in states)
     up = {name: torch.stack([state.up[name] for state in states]) for name in names}
     up["ends"] += torch.stack(steps)[:, :1]  # `walk` moves the first vector only
     return states, METHOD.receive(MODEL, now, server, record, up, torch.tensor([1, 3]))
 
 
-def test_three_rounds_by_hand():
+def test_two_rounds_with_the_projection_between_them_by_hand():
     start = METHOD.begin(MODEL, THETA, 0)
     record = {"centre": start.row["centre"].repeat(2, 1)}
     steps = [torch.full_like(THETA, 4.0), torch.zeros_like(THETA)]
@@ -193,20 +193,21 @@ def test_three_rounds_by_hand():
     torch.testing.assert_close(server["theta"][~WEIGHT], THETA[~WEIGHT] + 1)
     torch.testing.assert_close(server["theta"][WEIGHT], ends.mean(dim=0) + 1)
     assert record["centre"].eq(1 / 3).all()
-    _, (after, record) = visit(server, record, 2, steps)
+    _, (after, record) = visit(server, record, 2, steps, everyone=True)
     assert all(after[name].equal(server[name]) for name in server)  # the projection leaves the model as it is
     expected = placed(np.array([[1.0, 0, 0], [-1, 0, 0]]) * 2 * math.sqrt(3 * 3 * 128))  # 4 apart in every entry
     np.testing.assert_allclose(record["centre"], expected, atol=1e-8)
-    states, _ = visit(after, record, 3, steps)
+    states, _ = visit(after, record, 2, steps)
     for at, state in enumerate(states):
         weight = sum(share * end for share, end in zip(record["centre"][at], after["ends"].view(3, -1), strict=True))
         torch.testing.assert_close(state.theta[WEIGHT], weight)
 
 
-@pytest.mark.parametrize(("round", "loss", "mine"),
-                         [(1, "simplex_loss", 0), (2, "simplex_loss", 384), (3, "region_loss", 384)])  # fmt: skip
-def test_programs_change_at_tau(round, loss, mine):
-    now = moment(0, 1, round=round)
+@pytest.mark.parametrize(("round", "everyone", "loss", "mine"),
+                         [(1, False, "simplex_loss", 0), (2, True, "simplex_loss", 384), (2, False, "region_loss", 384),
+                          (3, False, "region_loss", 384)])  # fmt: skip
+def test_programs_change_after_tau_rounds(round, everyone, loss, mine):
+    now = replace(moment(0, 1, round=round), everyone=everyone)
     [phase] = [item for item in METHOD.local(MODEL, now) if isinstance(item, Train)]
     assert phase == Train(5, learn=("theta", "ends"), loss=getattr(floco, loss))
     ends = rows(3, 384).flatten()
@@ -219,30 +220,32 @@ def test_programs_change_at_tau(round, loss, mine):
 
 @pytest.mark.parametrize(("options", "endpoints", "rho", "tau"), [
     ({}, 20, 0.01, {400: 200, 7: 3, 2: 1}),
-    ({"mode": "as-published"}, 10, 0.1, {400: 10, 10: 10}),
-    ({"mode": "as-published", "endpoints": 4, "rho": 0.5, "tau": 3}, 4, 0.5, {400: 3, 3: 3}),
+    ({"mode": "as-published"}, 10, 0.1, {400: 10, 11: 10}),
+    ({"mode": "as-published", "endpoints": 4, "rho": 0.5, "tau": 3}, 4, 0.5, {400: 3, 4: 3}),
 ])  # fmt: skip
 def test_modes_and_options(options, endpoints, rho, tau):
     method = METHODS["floco"].configure(options)
     assert len(method.begin(MODEL, THETA, 0).row["centre"]) == endpoints
     assert method.floats() == {"rho": rho}
-    for rounds, at in tau.items():
-        assert [round for round in range(1, rounds + 1) if method.everyone(round, rounds)] == [at]
+    for rounds, before in tau.items():  # before so many rounds and one there is the projection, then the cohort trains
+        turns = [method.turns(round, rounds) for round in range(1, rounds + 1)]
+        assert turns[before] == ("everyone", "cohort")
+        assert turns.count(("cohort",)) == rounds - 1
 
 
-@pytest.mark.parametrize(("options", "rounds"), [({}, 1), ({"mode": "as-published"}, 9), ({"tau": 6}, 5)])
-def test_where_tau_never_comes_everyone_stays_in_the_middle(options, rounds):
+@pytest.mark.parametrize(("options", "rounds"), [({}, 1), ({"mode": "as-published"}, 10), ({"tau": 6}, 6)])
+def test_without_a_round_after_tau_all_clients_stay_in_the_middle(options, rounds):
     method = METHODS["floco"].configure(options)
     for round in range(1, rounds + 1):
         now = replace(moment(0, 1, round=round), rounds=rounds)
-        assert not method.everyone(round, rounds)
+        assert method.turns(round, rounds) == ("cohort",)
         assert method.local(MODEL, now)[1].loss is floco.simplex_loss
         assert floco.mark_weight not in method.serve(MODEL, now)
 
 
 @pytest.mark.parametrize("engine", ["serial", "lanes"])
 def test_runs_are_those_of_a_plain_loop(engine):
-    """A round before the projection, the projection, and one after it, of full-batch clients on the digits."""
+    """Two rounds before the projection, and one that begins with it, of full-batch clients on the digits."""
     clients, count, rho = 4, 3, 0.4
     config = Config(method="floco", clients=clients, participation=0.5, rounds=3, epochs=2, batch_size=2000, lr=0.1,
                     precision="fp64", model="mlp", engine=engine, device="cpu",
@@ -255,13 +258,13 @@ def test_runs_are_those_of_a_plain_loop(engine):
               *drawn.server["ends"].view(count, 10, 128)]  # fmt: skip
     centres = [np.full(count, 1 / count)] * clients
 
-    def trained(client, round):
+    def trained(client, round, projected):
         x, y = data.inputs(client, "train").flatten(1), data.targets(client, "train")
         key, now = fold(fold(config.seed, round, client, Purpose.TRAIN), 1), shared
         for epoch in range(2):
             now = [one.detach().requires_grad_() for one in now]
             draw = step_key(key, epoch, 0)
-            if round < 3:
+            if not projected:
                 shares = [-math.log(number) for number in uniform(draw, count).tolist()]
                 point = [share / sum(shares) for share in shares]
             else:
@@ -275,14 +278,14 @@ def test_runs_are_those_of_a_plain_loop(engine):
             now = [one - 0.1 * slope for one, slope in zip(now, slopes, strict=True)]
         return len(y), [one.detach() for one in now]
 
-    for round in (1, 3):
-        if round == 3:  # first comes round 2, which everyone spends on the projection
-            ends = np.stack([torch.cat([end.flatten() for end in trained(client, 2)[1][3:]]).numpy()
+    for round in (1, 2, 3):
+        if round == 3:  # which all clients begin with the projection; of that nothing else is kept
+            ends = np.stack([torch.cat([end.flatten() for end in trained(client, 3, False)[1][3:]]).numpy()
                              for client in range(clients)])  # fmt: skip
             scores = PCA(count, svd_solver="full").fit_transform(ends)
             centres = placed(scores * np.sign(scores[np.abs(scores).argmax(axis=0), range(count)]))
         cohort = list(cohorts(config))[round - 1].tolist()
-        sizes, models = zip(*[trained(client, round) for client in cohort], strict=True)
+        sizes, models = zip(*[trained(client, round, round == 3) for client in cohort], strict=True)
         shared = [sum(size * one for size, one in zip(sizes, many, strict=True)) / sum(sizes)
                   for many in zip(*models, strict=True)]  # fmt: skip
 
@@ -291,7 +294,7 @@ def test_runs_are_those_of_a_plain_loop(engine):
         weight = sum(share * end for share, end in zip(point, shared[3:], strict=True))
         for found, expected in zip(result.state_dict(client).values(), [*shared[:2], weight, shared[2]], strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
-    visits, entries = 2 + clients + 2, model.layout.size + (count - 1) * 1280
-    assert result.bytes.up_total == 8 * (4 * entries + clients * count * 1280)
+    visits, entries = 2 + 2 + clients + 2, model.layout.size + (count - 1) * 1280
+    assert result.bytes.up_total == 8 * (6 * entries + clients * count * 1280)
     assert result.bytes.down_total == visits * 8 * (entries + count)
     assert result.personal.min == result.personal.max == 1280

@@ -1,6 +1,7 @@
 """FLUTE: its regulariser by hand, two rounds against a plain loop over real modules, and the server's step."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -145,9 +146,9 @@ def test_how_epochs_are_spent():
 
 def test_the_authors_last_round_is_everybodys_and_for_heads():
     method = METHOD(final_epochs=7)
-    assert [method.everyone(round, 9) for round in (1, 8, 9)] == [False, False, True]
-    assert not METHOD().everyone(9, 9)
-    model, now = Model("mlp", (4,), 3), moment(0, 1, round=9)
+    assert [method.turns(round, 9) for round in (1, 8, 9)] == [("cohort",), ("cohort",), ("everyone",)]
+    assert METHOD().turns(9, 9) == ("cohort",)
+    model, now = Model("mlp", (4,), 3), replace(moment(0, 1, round=9), everyone=True)
     server, rows, _ = method.begin(model, model.initial(0), 0)
     program = method.local(model, now)
     assert [item for item in program if isinstance(item, Train)] == [Train(7, part="head", loss=head_loss)]

@@ -232,8 +232,9 @@ def test_the_start_is_the_seeds():
 
 
 def test_the_last_round_may_be_everyones():
-    assert not any(METHOD.everyone(round, 9) for round in range(1, 10))
-    assert [METHODS["pfedfda"](last="all").everyone(round, 9) for round in (1, 8, 9)] == [False, False, True]
+    assert all(METHOD.turns(round, 9) == ("cohort",) for round in range(1, 10))
+    turns = [METHODS["pfedfda"](last="all").turns(round, 9) for round in (1, 8, 9)]
+    assert turns == [("cohort",), ("cohort",), ("everyone",)]
 
 
 # Rounds

@@ -4,17 +4,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+from plain import RATES, batches
+from torch.nn import functional
 from walk import moment, row, vector, walk
 
+from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Client, Train
 
 METHOD = METHODS["scaffold"]()
 NOW = replace(moment(0, 1), clients=4)
 
 
-def visit(own, down, step, steps):
+def visit(own, down, step, steps, momentum=0.0):
     """Train by hand: `step` is what the model moves by, in so many steps of 0.5."""
-    client = Client(own, down, {}, {}, {"lr": vector(0.5)[0]}, {"steps": torch.tensor(steps)})
+    client = Client(
+        own, down, {}, {}, {"lr": torch.tensor(0.5), "momentum": torch.tensor(momentum)}, {"steps": torch.tensor(steps)}
+    )
     for item in METHOD.local(None, NOW):
         if isinstance(item, Train):
             assert item == Train(5, drift="drift")
@@ -51,6 +56,17 @@ def test_clients_that_never_train_do_not_count():
     assert server["control"].tolist() == [1, 2]  # of three clients
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("steps", [1, 2, 7, 365])
+def test_the_control_is_a_constant_gradient_whatever_the_momentum(momentum, steps):
+    gradient, velocity, moved = vector(3, -1), torch.zeros(2), torch.zeros(2)
+    for _ in range(steps):
+        velocity = momentum * velocity + gradient
+        moved = moved - 0.5 * velocity
+    done = visit({"control": vector(0, 0)}, {"theta": vector(0, 0), "control": vector(0, 0)}, moved, steps, momentum)
+    torch.testing.assert_close(done.own["control"], gradient, rtol=1e-4, atol=0)
+
+
 def test_without_a_step_the_control_stays():
     _, _, own = METHOD.begin(None, vector(1, 2), 0)
     down = {"theta": vector(1, 2), "control": vector(3, 4)}
@@ -66,26 +82,29 @@ def test_it_serves_the_global_model():
 
 
 @pytest.mark.parametrize("engine", ["serial", "lanes"])
-def test_runs_are_those_of_a_plain_loop(engine):
-    """Two rounds of full-batch clients on the digits, coded again without the library's engines."""
-    from fedobp import Config, Federation
-
-    config = Config(method="scaffold", clients=4, participation=1.0, rounds=2, epochs=2, batch_size=2000, lr=0.1,
-                    precision="fp64", model="mlp", partition="iid", engine=engine, device="cpu")  # fmt: skip
+@pytest.mark.parametrize("rates", RATES)
+def test_runs_are_those_of_a_plain_loop(engine, rates):
+    """Two rounds on the digits, coded again without the library's engines."""
+    config = Config(method="scaffold", clients=4, participation=1.0, rounds=2, epochs=2, lr=0.1, precision="fp64",
+                    model="mlp", partition="iid", engine=engine, device="cpu", **RATES[rates])  # fmt: skip
     federation = Federation(config)
-    data, model = federation.data, federation.model
+    model, momentum = federation.model, config.momentum
     theta = model.initial(config.seed).double()
     control, controls = torch.zeros_like(theta), [torch.zeros_like(theta) for _ in range(4)]
-    for _ in range(2):
+    for round in (1, 2):
         models, changes = [], []
         for client in range(4):
-            x, y, w = data.inputs(client, "train"), data.targets(client, "train"), theta.clone()
-            for _ in range(2):
+            w, velocity, length = theta.clone(), torch.zeros_like(theta), 0.0
+            factor = 0.0  # that a constant gradient has in the velocity: 1 + m + ... + m^(k-1)
+            for x, y in batches(federation, client, round, phase=1, epochs=2):
                 w.requires_grad_()
-                loss = torch.nn.functional.cross_entropy(model.logits(w, x), y)
-                [gradient] = torch.autograd.grad(loss, w)
-                w = (w - 0.1 * (gradient + control - controls[client])).detach()
-            new = controls[client] - control + (theta - w) / (2 * 0.1)
+                [gradient] = torch.autograd.grad(functional.cross_entropy(model.logits(w, x), y), w)
+                gradient = gradient + control - controls[client] + config.weight_decay * w.detach()
+                velocity = momentum * velocity + gradient
+                w = (w - 0.1 * velocity).detach()
+                factor = momentum * factor + 1
+                length += 0.1 * factor
+            new = controls[client] - control + (theta - w) / length
             changes.append(new - controls[client])
             controls[client] = new
             models.append(w)

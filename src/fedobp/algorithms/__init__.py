@@ -17,6 +17,7 @@ from fedobp.algorithms.base import (
     Sweep,
     Tensors,
     Train,
+    Turn,
 )
 from fedobp.algorithms.decoupled import Decoupled
 from fedobp.algorithms.ditto import Ditto
@@ -46,7 +47,7 @@ from fedobp.errors import FedobpError, unknown
 
 __all__ = [
     "METHODS", "Batch", "Client", "Method", "Moment", "Option", "Predict", "Program", "Record", "Sparse", "Start",
-    "Sweep", "Tensors", "Train", "loaded", "method_class", "plugins",
+    "Sweep", "Tensors", "Train", "Turn", "loaded", "method_class", "plugins",
 ]  # fmt: skip
 
 METHODS: dict[str, type[Method]] = {

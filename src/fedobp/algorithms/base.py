@@ -137,6 +137,9 @@ Program = Sequence[Train | Sweep | Callable[[Model, Client], Client]]
 Predict = Callable[[Model, Tensors, Tensor], Tensor]  # of a model, one client's `work`, and inputs
 
 
+Turn = Literal["cohort", "everyone"]
+
+
 class Start(NamedTuple):
     """The state before round 1; every client starts with the same `row` and `own`."""
 
@@ -158,6 +161,7 @@ class Moment:
     # In simulations: the gradient of the mean loss over all clients' training samples, at each of [rows, N].
     pooled: Callable[[Tensor], Tensor] | None = None
     held_out: int = 0  # clients that never train: those with the last ids
+    everyone: bool = False  # whether the cohort is all clients that train, because the method asks for them (`turns`)
 
 
 @dataclass(frozen=True)
@@ -173,9 +177,9 @@ class Method(Options):
         """Whether a round's clients train at once; if not, each of them is a cohort by itself, one after the other."""
         return True
 
-    def everyone(self, round: int, rounds: int) -> bool:
-        """Say whether all clients take part in a round, and not a sample of them."""
-        return False
+    def turns(self, round: int, rounds: int) -> tuple[Turn, ...]:
+        """Return who trains in a round, one after the other: the sampled cohort, all clients, or both."""
+        return ("cohort",)
 
     @property
     def predict(self) -> Predict | None:

@@ -9,12 +9,12 @@ from typing import ClassVar, cast
 
 from fedobp.algorithms.base import Moment, Part, Program, Train, option
 from fedobp.algorithms.fedavg import all_mine
-from fedobp.algorithms.fedper import FedPer
-from fedobp.models import Model
+from fedobp.algorithms.parts import Parted
+from fedobp.models import Inside, Model
 
 
 @dataclass(frozen=True)
-class FedBABU(FedPer):
+class FedBABU(Parted):
     """A shared base under a head that is frozen until use."""
 
     name: ClassVar[str] = "fedbabu"
@@ -23,6 +23,10 @@ class FedBABU(FedPer):
 
     finetune: int = option(5, "epochs of fine-tuning before use; 5 is the authors' default", low=0)
     tune: str = option("all", "what is fine-tuned", choices=("all", "head", "base"))
+
+    def shares(self, model: Model) -> Inside:
+        """Share all but the head."""
+        return lambda name: not model.layout.in_head(name)
 
     def local(self, model: Model, now: Moment) -> Program:
         """Train the base alone."""

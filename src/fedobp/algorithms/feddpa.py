@@ -6,10 +6,10 @@ to [0, 1] within each tensor; above the threshold an entry is personal. Then the
 the global model, and after them the shared ones, held at a distance of `bound` from it. All entries are uploaded and
 averaged. At use the information is computed again, and the two models are merged.
 
-Threshold, strengths and bound are the authors' own. They take Adam, batches of 16 and 2 epochs for each of the two
-phases; here it is the common SGD, and both phases share the common budget, 3 and 2 of 5. The clipping and the noise
-that make it differentially private are left out (their `no_clip` and `no_noise`). A client without a model of its own
-takes the global one for it: in round 1, when all of theirs begin, that is theta^0.
+Threshold, strengths and bound are the authors' own, and so are all local epochs in each of the two phases: a visit
+takes twice the common budget, and is counted so. They take Adam, batches of 16 and 2 epochs; here it is the common SGD.
+The clipping and the noise that make it differentially private are left out (their `no_clip` and `no_noise`). A client
+without a model of its own takes the global one for it: in round 1, when all of theirs begin, that is theta^0.
 
 `as-published` is what ran behind the FedOBP paper's table: one phase of plain training; personal are the entries above
 the `threshold` quantile of each tensor; and one worker played all clients, so that the information is that of the
@@ -111,7 +111,6 @@ class FedDPA(FedAvg):
     near: float = option(0.1, "lambda_1, pull to the global model in the personal phase; the authors' own", low=0)
     level: float = option(0.05, "lambda_2, pull to the bound in the shared phase; the authors' own", low=0)
     bound: float = option(0.5, "C, the distance from the global model that is aimed at; the authors' own", low=0)
-    shared_epochs: int = option(2, "local epochs for the shared entries, after the personal ones'", low=0)
     mode: str = option(
         "faithful",
         "two phases by own information, or (as-published) one, by that of the client before",
@@ -142,10 +141,9 @@ class FedDPA(FedAvg):
         """Measure, merge, train the personal entries and then the shared ones; send all."""
         if not self.together:
             return [take_start, take_workers, FISHER, self._merge, Train(now.epochs), keep_and_upload]
-        shared = min(self.shared_epochs, now.epochs)
         phases = (
-            Train(now.epochs - shared, mask="personal", loss=personal_loss),
-            Train(shared, mask="shared", loss=shared_loss),
+            Train(now.epochs, mask="personal", loss=personal_loss),
+            Train(now.epochs, mask="shared", loss=shared_loss),
         )
         return [take_theta, take_own, FISHER, self._merge, *phases, keep_and_upload]
 

@@ -2,11 +2,15 @@
 
 The base is shared and averaged as in FedAvg; the head (the layer called `classifier`) stays on the client and never
 crosses the wire. Base and head are trained together. Everyone's head starts from theta^0.
+
+`as-published` is what ran behind the FedOBP paper's table: heads are sent and averaged too, and a client uses the
+average until it has trained once.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fedobp.algorithms.base import option
 from fedobp.algorithms.parts import Parted
 from fedobp.models import Inside, Model
 
@@ -18,6 +22,17 @@ class FedPer(Parted):
     name: ClassVar[str] = "fedper"
     summary: ClassVar[str] = "shared base, private head, trained together; the head never leaves the client"
     paper: ClassVar[str] = "Arivazhagan et al., Federated Learning with Personalization Layers, 2019"
+
+    mode: str = option(
+        "faithful",
+        "a new client's head: theta^0's, or (as-published) the average of all heads, which are sent for that",
+        choices=("faithful", "as-published"),
+    )
+
+    @property
+    def sends_all(self) -> bool:
+        """Heads are averaged as-published."""
+        return self.mode == "as-published"
 
     def shares(self, model: Model) -> Inside:
         """Share all but the head."""

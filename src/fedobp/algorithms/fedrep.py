@@ -1,8 +1,11 @@
 """FedRep (Collins et al., Exploiting Shared Representations for Personalized Federated Learning, ICML 2021).
 
-FedPer whose two parts take turns: first the private head is trained with the base frozen, then the shared base with the
-head frozen. Its authors train 10 head epochs and 1 base epoch (CIFAR), batches of 10, momentum 0.5, and let every
-client tune its head once more at the end; here both parts share the common budget of local epochs, 4 and 1 of 5.
+FedPer whose two parts are trained one after the other: first the private head with the base frozen, then the shared
+base with the head frozen. Its authors train 10 head epochs and 1 base epoch (CIFAR), batches of 10, momentum 0.5, and
+let every client tune its head in one more round at the end (`final_epochs`); here both parts share the common budget of
+local epochs, 4 and 1 of 5.
+
+`as-published` is FedPer's: heads are averaged too, and a client's first visit starts from that average.
 """
 
 from dataclasses import dataclass
@@ -10,7 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedobp.algorithms.base import Client, Moment, Program, Record, Tensors, Train, option
+from fedobp.algorithms.base import Client, Moment, Program, Record, Tensors, Train, Turn, option
 from fedobp.algorithms.fedper import FedPer
 from fedobp.models import Model
 
@@ -25,15 +28,15 @@ class FedRep(FedPer):
 
     base_epochs: int = option(1, "local epochs for the base, after the head's; 1 is the authors' own", low=0)
 
-    final_epochs: int = option(0, "head epochs in a last round over all clients; the authors take 10 or more", low=0)
+    final_epochs: int = option(0, "head epochs of all clients after the last round; the authors take 10 or more", low=0)
 
-    def everyone(self, round: int, rounds: int) -> bool:
-        """Call everyone for the last round, if there is something to do in it."""
-        return self.final_epochs > 0 and round == rounds
+    def turns(self, round: int, rounds: int) -> tuple[Turn, ...]:
+        """After the last round all clients tune their heads, if they are to."""
+        return ("cohort", "everyone") if self.final_epochs > 0 and round == rounds else ("cohort",)
 
     def local(self, model: Model, now: Moment) -> Program:
         """Spend the local epochs on the head, and the last of them on the base."""
-        if self.everyone(now.round, now.rounds):
+        if now.everyone:
             return [self.take, Train(self.final_epochs, part="head"), self.keep_head]
         base = min(self.base_epochs, now.epochs)
         return [self.take, Train(now.epochs - base, part="head"), Train(base, part="base"), self.keep]
@@ -41,9 +44,9 @@ class FedRep(FedPer):
     def receive(
         self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
     ) -> tuple[Tensors, Tensors]:
-        """Average the bases; in a last round of heads there are none."""
+        """Average the uploads; when heads alone are trained there are none."""
         return super().receive(model, now, server, rows, up, n) if up else (server, rows)
 
     def keep_head(self, model: Model, client: Client) -> Client:
         """Keep the head; the base is the one that was sent."""
-        return client.remember(private=self.split(model, client.theta)[0])
+        return self.remember(model, client)

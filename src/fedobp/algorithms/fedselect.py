@@ -6,7 +6,7 @@ cross the wire; the server takes the plain mean over those who sent an entry, an
 Every third visit of a client but its first (its 4th, 7th and so on), the quarter of each weight tensor's shared entries
 that is farthest from a reference becomes personal, unless more than 80 per cent of the tensor is already; the trained
 model is the next reference. A new personal entry still takes the mean at the client's next visit: the server knows
-masks from uploads, so it sends what the client sent last.
+masks from uploads, so it sends what the client sent last. Running statistics of BatchNorm stay on the client.
 
 Growth and cap are the authors' own, the interval too. They draw a tenth of the clients once and for all, take 15 epochs
 at a learning rate of 0.05 and test after training; here visits are counted client by client. Ties at the threshold
@@ -16,9 +16,11 @@ become personal together, as with them, but an entry that has not moved never do
 not known (these are the options here). One worker played all clients, so there is one mask and one count of visits;
 entries of all tensors compete together; a tensor with any personal entry is wholly private; all personal passes come
 before all shared ones; growth looks at the last visit's change alone. It soon becomes training alone. Left out: the
-port's trimming of the mask, at wrong positions, which makes no tensor shared again, and the visits counted while
-testing. This mode is sequential over clients: its state travels through the server, so its bytes mean nothing, and at
-test every client starts from what the last trained one left.
+visits counted while testing, and the port's trimming of the mask. That puts entries at wrong positions, and makes a
+tensor shared again once all its entries are personal, because only tensors with shared entries are looked at. The
+port's own default is to grow at every 5th visit; with which value it ran is not known. This mode is sequential over
+clients: its state travels through the server, so its bytes mean nothing, and at test every client starts from what the
+last trained one left.
 """
 
 from dataclasses import dataclass
@@ -43,7 +45,7 @@ from fedobp.algorithms.base import (
     to_all,
 )
 from fedobp.algorithms.turns import after_turn, before_turns, round_start
-from fedobp.models import Model
+from fedobp.models import Model, is_statistic
 
 
 def take_shared(model: Model, client: Client) -> Client:
@@ -54,9 +56,12 @@ def take_shared(model: Model, client: Client) -> Client:
 
 
 def take_masks(model: Model, client: Client) -> Client:
-    """Lay out which entries are personal now, and what their change is counted from."""
-    mine = client.own["mine"]
-    return client.set(personal=mine, shared=~mine, reference=client.own["reference"])
+    """Lay out which entries each pass trains, and what their change is counted from.
+
+    BatchNorm's running statistics are the client's own, and both passes move them.
+    """
+    mine, statistics = client.own["mine"], model.layout.mask(is_statistic, client.theta.device)
+    return client.set(personal=mine, shared=~mine | statistics, reference=client.own["reference"])
 
 
 def _private(model: Model, client: Client, shared: Tensor) -> Client:
@@ -104,11 +109,12 @@ class FedSelect(Method):
         return self.mode == "faithful"
 
     def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
-        """Nothing is personal; the reference is theta^0."""
+        """Nothing is personal but BatchNorm's running statistics; the reference is theta^0."""
         nothing, none = torch.zeros_like(theta, dtype=torch.bool), theta.new_zeros((), dtype=torch.int64)
         if self.together:
-            own = {"theta": theta, "reference": theta, "mine": nothing, "visits": none}
-            return Start(server={"theta": theta}, row={"mine": nothing}, own=own)
+            mine = model.layout.mask(is_statistic, theta.device)
+            own = {"theta": theta, "reference": theta, "mine": mine, "visits": none}
+            return Start(server={"theta": theta}, row={"mine": mine}, own=own)
         turns = before_turns(theta, weight=nothing.long())
         return Start({**turns, "mine": nothing, "visits": none}, {}, {"theta": theta, "seen": none.bool()})
 

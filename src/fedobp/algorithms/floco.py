@@ -1,15 +1,16 @@
 """FLOCO (Grinwald et al., Federated Learning over Connected Modes, NeurIPS 2024).
 
 The classifier's weight is a simplex: M endpoints, each a whole weight matrix, of which every mixture is a classifier;
-the bias is shared. Clients train at random points of it, one a batch, and are served its middle. In round tau all
-clients train, and their endpoints are projected to points of the simplex: similar clients come to lie side by side.
-From then on client i trains around its point p_i and is served the model there.
+the bias is shared. Clients train at random points of it, one a batch, and are served its middle. After tau rounds all
+clients train once, and their endpoints are projected to points of the simplex: similar clients come to lie side by
+side. These uploads have no other use. From the next cohort on, in the same round tau + 1, client i trains around its
+point p_i and is served the model there.
 
 `faithful` has its authors' M = 20, tau = half of the rounds and rho = 0.01 (CIFAR-10, Dirichlet); `as-published` what
 ran behind the FedOBP paper's table, their code's defaults M = 10, tau = 10, rho = 0.1. Training follows the common
-budget; FLOCO+, with a Ditto-like model beside, is left out. Here round tau is the projection and nothing else (the
-authors' sampled clients train in it as well). PCA finds no more components than there are clients: with fewer than M of
-them the other coordinates are 0, and in each p_i the endpoints that these stand for have one common weight.
+budget; FLOCO+, with a Ditto-like model beside, is left out. PCA finds no more components than there are clients: with
+fewer than M of them the other coordinates are 0, and in each p_i the endpoints that these stand for have one common
+weight.
 """
 
 import math
@@ -30,6 +31,7 @@ from fedobp.algorithms.base import (
     Start,
     Tensors,
     Train,
+    Turn,
     average,
     dense,
     option,
@@ -88,13 +90,13 @@ def loss_at(model: Model, client: Client, batch: Batch, point: Tensor) -> Tensor
 
 
 def simplex_loss(model: Model, client: Client, batch: Batch) -> Tensor:
-    """Up to tau: a point that is uniform on the simplex, by normalised exponentials."""
+    """Before the projection: a point that is uniform on the simplex, by normalised exponentials."""
     shares = -uniform(batch.key, len(client.work["centre"])).log()
     return loss_at(model, client, batch, shares / shares.sum())
 
 
 def region_loss(model: Model, client: Client, batch: Batch) -> Tensor:
-    """After tau: p_i + r u, r uniform up to rho, u of random signs and L1 norm 1. It may leave the simplex."""
+    """After it: p_i + r u, r uniform up to rho, u of random signs and L1 norm 1. It may leave the simplex."""
     centre = client.work["centre"]
     draws = uniform(batch.key, len(centre) + 1)
     direction = 2 * draws[1:] - 1
@@ -154,16 +156,16 @@ class Floco(Method):
         choices=("faithful", "as-published"),
     )
     endpoints: int = option(0, "number M of endpoints; 0: the mode's", low=0)
-    tau: int = option(0, "round in which clients are projected, none if it never comes; 0: the mode's", low=0)
-    rho: float = option(0.0, "radius within which clients train after tau; 0: the mode's", low=0)
+    tau: int = option(0, "rounds before clients are projected, never if there are no more; 0: the mode's", low=0)
+    rho: float = option(0.0, "radius within which clients train after the projection; 0: the mode's", low=0)
 
     def floats(self) -> dict[str, float]:
         """Return the radius."""
         return {"rho": self.rho or self._of_mode(0.01, 0.1)}
 
-    def everyone(self, round: int, rounds: int) -> bool:
-        """All clients take part in the projection."""
-        return round == self._tau(rounds)
+    def turns(self, round: int, rounds: int) -> tuple[Turn, ...]:
+        """Round tau + 1 begins with the projection, in which all clients take part."""
+        return ("everyone", "cohort") if round == self._tau(rounds) + 1 else ("cohort",)
 
     def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
         """Draw the endpoints (Xavier, normal); the global model's weight is their middle from the start."""
@@ -181,26 +183,26 @@ class Floco(Method):
 
     def local(self, model: Model, now: Moment) -> Program:
         """Train endpoints and all else at random points; the projection takes nothing but endpoints."""
-        loss = region_loss if 0 < self._tau(now.rounds) < now.round else simplex_loss
-        train = Train(now.epochs, learn=("theta", "ends"), loss=loss)
-        return [take_centre, train, upload_ends, *([] if self.everyone(now.round, now.rounds) else [upload_rest])]
+        projected = now.round > self._tau(now.rounds) and not now.everyone
+        train = Train(now.epochs, learn=("theta", "ends"), loss=region_loss if projected else simplex_loss)
+        return [take_centre, train, upload_ends, *([] if now.everyone else [upload_rest])]
 
     def receive(
         self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
     ) -> tuple[Tensors, Tensors]:
-        """Average everything; at tau keep the model, and give every client its place instead."""
+        """Average everything; in the projection keep the model, and give every client its place instead."""
         uploads, centre = dense(up, "ends"), rows["centre"]
-        if self.everyone(now.round, now.rounds):
+        if now.everyone:
             return server, {"centre": spread(principal(uploads, centre.shape[1])).to(centre)}
         ends, middle = average(uploads, n), torch.full_like(centre[0], 1 / centre.shape[1])
         return {"theta": model_at(model, middle, average(dense(up, "rest"), n), ends), "ends": ends}, rows
 
     def serve(self, model: Model, now: Moment) -> Program:
         """Use the model at one's centre."""
-        return [take_centre, mark_weight] if 0 < self._tau(now.rounds) <= now.round else [take_centre]
+        return [take_centre, mark_weight] if now.round > self._tau(now.rounds) else [take_centre]
 
     def _tau(self, rounds: int) -> int:
-        return self.tau or int(self._of_mode(rounds // 2, 10))
+        return self.tau or int(self._of_mode(max(1, rounds // 2), 10))
 
     def _of_mode(self, faithful: float, published: float) -> float:
         return faithful if self.mode == "faithful" else published

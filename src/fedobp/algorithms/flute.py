@@ -32,6 +32,7 @@ from fedobp.algorithms.base import (
     Start,
     Tensors,
     Train,
+    Turn,
     average,
     dense,
     option,
@@ -108,9 +109,9 @@ class Flute(Method):
         "faithful", "whether the base learns, or (as-published) never does", choices=("faithful", "as-published")
     )
 
-    def everyone(self, round: int, rounds: int) -> bool:
-        """Call everyone for the last round, if there is something to do in it."""
-        return self.final_epochs > 0 and round == rounds
+    def turns(self, round: int, rounds: int) -> tuple[Turn, ...]:
+        """Give the last round to all clients, if they are to tune their heads in it."""
+        return ("everyone",) if self.final_epochs > 0 and round == rounds else ("cohort",)
 
     def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
         """Hold each client's head on the server; its own model keeps theta^0's."""
@@ -122,7 +123,7 @@ class Flute(Method):
 
     def local(self, model: Model, now: Moment) -> Program:
         """Train the head, then everything."""
-        if self.everyone(now.round, now.rounds):
+        if now.everyone:
             return [join_parts, Train(self.final_epochs, part="head", loss=head_loss), upload_head]
         joint = min(self.joint_epochs, now.epochs) if self.mode == "faithful" else 0
         head = Train(now.epochs - joint, part="head", loss=head_loss)

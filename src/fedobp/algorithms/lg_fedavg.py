@@ -6,7 +6,8 @@ convolutions. Here the head is what is shared, as their text and later compariso
 common budget.
 
 `as-published` is what ran behind the FedOBP paper's table: the framework's `num_global_layers` of 1 shares the first
-layer instead (0.28 per cent of the CNN), so that it is nearly Local-Only.
+layer instead (0.28 per cent of the CNN). It also averages all other layers, and a client uses that average until it has
+trained once. So it is nearly Local-Only, but for where clients start.
 """
 
 from dataclasses import dataclass
@@ -26,8 +27,15 @@ class LGFedAvg(Parted):
     paper: ClassVar[str] = "Liang et al., Think Locally, Act Globally, 2020"
 
     mode: str = option(
-        "faithful", "what is shared: the head, or (as-published) the first layer", choices=("faithful", "as-published")
+        "faithful",
+        "what is shared: the head, or (as-published) the first layer, and a new client starts from the average of all",
+        choices=("faithful", "as-published"),
     )
+
+    @property
+    def sends_all(self) -> bool:
+        """All layers are averaged as-published."""
+        return self.mode == "as-published"
 
     def shares(self, model: Model) -> Inside:
         """Share the head, or the first layer."""

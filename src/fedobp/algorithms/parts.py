@@ -1,7 +1,13 @@
-"""Methods that share some tensors of the model and leave the others on the client; all are trained together."""
+"""Methods that share some tensors of the model and leave the others on the client; all are trained together.
+
+`as-published`, where a method has that mode, is what the framework behind the FedOBP paper's tables does: the whole
+model is sent and averaged, private tensors too. A client uses the average of private tensors until it has trained once,
+and its own from then on; faithfully it would start from theta^0. Bytes are FedAvg's.
+"""
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fedobp.algorithms.base import (
@@ -28,6 +34,11 @@ class Parted(Method):
         """Return what says of a tensor's name whether it is shared."""
         raise NotImplementedError
 
+    @property
+    def sends_all(self) -> bool:
+        """Whether private tensors are sent and averaged too, for clients that have not trained yet."""
+        return False
+
     def split(self, model: Model, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Return (private, shared) parts of a vector."""
         return model.layout.split(theta, self.shares(model))
@@ -37,11 +48,16 @@ class Parted(Method):
         return model.layout.join(private, shared, self.shares(model))
 
     def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
-        """Each client holds its private part; the server's model keeps theta^0's."""
-        return Start(server={"theta": theta}, row={}, own={"private": self.split(model, theta)[0]})
+        """Each client holds its private part; the server's model keeps theta^0's, unless all is sent."""
+        own = {"private": self.split(model, theta)[0]}
+        if self.sends_all:
+            own["seen"] = theta.new_zeros((), dtype=torch.bool)
+        return Start(server={"theta": theta}, row={}, own=own)
 
     def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
-        """Send what is shared."""
+        """Send what is shared, or all."""
+        if self.sends_all:
+            return {"theta": to_all(server["theta"], now)}, rows
         return {"shared": to_all(self.split(model, server["theta"])[1], now)}, rows
 
     def local(self, model: Model, now: Moment) -> Program:
@@ -51,7 +67,9 @@ class Parted(Method):
     def receive(
         self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
     ) -> tuple[Tensors, Tensors]:
-        """Average what is shared."""
+        """Average what is shared, or all."""
+        if self.sends_all:
+            return {"theta": average(dense(up, "theta"), n)}, rows
         private, _ = self.split(model, server["theta"])
         return {"theta": self.join(model, private, average(dense(up, "shared"), n))}, rows
 
@@ -61,10 +79,23 @@ class Parted(Method):
 
     def take(self, model: Model, client: Client) -> Client:
         """Put one's own part and the downloaded one together."""
-        theta = self.join(model, client.own["private"], dense(client.down, "shared"))
-        return client.set(theta=theta, mine=~model.layout.mask(self.shares(model), theta.device))
+        private = client.own["private"]
+        mine = ~model.layout.mask(self.shares(model), private.device)
+        if self.sends_all:
+            averaged, shared = self.split(model, dense(client.down, "theta"))
+            private, mine = torch.where(client.own["seen"], private, averaged), mine & client.own["seen"]
+        else:
+            shared = dense(client.down, "shared")
+        return client.set(theta=self.join(model, private, shared), mine=mine)
 
     def keep(self, model: Model, client: Client) -> Client:
-        """Keep the private part, send the other."""
-        private, shared = self.split(model, client.theta)
-        return client.remember(private=private).upload(shared=shared)
+        """Keep the private part; send the other, or all."""
+        client = self.remember(model, client)
+        if self.sends_all:
+            return client.upload(theta=client.theta)
+        return client.upload(shared=self.split(model, client.theta)[1])
+
+    def remember(self, model: Model, client: Client) -> Client:
+        """Keep the private part."""
+        client = client.remember(private=self.split(model, client.theta)[0])
+        return client.remember(seen=torch.ones_like(client.own["seen"])) if self.sends_all else client

@@ -36,6 +36,7 @@ from fedobp.algorithms.base import (
     Sweep,
     Tensors,
     Train,
+    Turn,
     average,
     dense,
     option,
@@ -112,9 +113,9 @@ class PFedFDA(Method):
     )
     last: str = option("sample", "who trains in the last round; the authors let all clients", choices=("sample", "all"))
 
-    def everyone(self, round: int, rounds: int) -> bool:
+    def turns(self, round: int, rounds: int) -> tuple[Turn, ...]:
         """Let all clients take part in the last round, if so wished."""
-        return self.last == "all" and round == rounds
+        return ("everyone",) if self.last == "all" and round == rounds else ("cohort",)
 
     def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
         """Means are uniform in [0, 1], the covariance is the identity; the server's model keeps theta^0's head."""

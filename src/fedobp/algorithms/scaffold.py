@@ -4,6 +4,10 @@ FedAvg corrected for client drift. The server holds a control c, each client one
 g + c - c_i. After K steps from w to y a client's control becomes c_i - c + (w - y) / (K lr) (the paper's option II),
 with the true number of steps. Models and changes of the controls are averaged without weights; c moves by the cohort's
 share of all clients. A client sends and receives two vectors.
+
+The paper has no momentum. With momentum m a constant gradient moves the model in step k by lr (1 - m^k) / (1 - m) times
+that gradient, so (w - y) is divided by lr times the sum of these factors over k = 1..K instead of by K lr. With weight
+decay (w - y) contains the decay, and so does the control.
 """
 
 from dataclasses import dataclass
@@ -34,10 +38,20 @@ def take_and_correct(model: Model, client: Client) -> Client:
     return client.set(theta=received, received=received, drift=drift)
 
 
+def unit_steps(steps: Tensor, momentum: Tensor) -> Tensor:
+    """Return the sum over k = 1..K of (1 - m^k) / (1 - m): how many plain steps K steps with momentum m amount to.
+
+    As K - m (1 - m^K) / (1 - m), over 1 - m; in float64, because the difference cancels for m near 1.
+    """
+    count, m = steps.double(), momentum.double()
+    return (count - m * (1 - m**count) / (1 - m)) / (1 - m)
+
+
 def move_control(model: Model, client: Client) -> Client:
     """Take the mean gradient of the visit as the client's new control; without a step it stays."""
     before, steps = client.own["control"], client.data["steps"]
-    travelled = (client.work["received"] - client.theta) / (steps.clamp(min=1) * client.hp["lr"])
+    length = unit_steps(steps.clamp(min=1), client.hp["momentum"]).to(before.dtype) * client.hp["lr"]
+    travelled = (client.work["received"] - client.theta) / length
     control = torch.where(steps > 0, travelled - client.work["drift"], before)
     return client.remember(control=control).upload(theta=client.theta, change=control - before)
 
