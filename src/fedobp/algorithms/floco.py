@@ -106,15 +106,17 @@ def region_loss(model: Model, client: Client, batch: Batch) -> Tensor:
 def principal(rows: Tensor, count: int) -> Tensor:
     """Return rows' first principal components [rows, count], in float64, 0 where rows do not span so many.
 
-    A component's sign is free: that of its largest value, the first of equals, is made positive.
+    A component's sign is free, but it matters: the projection onto the simplex keeps positive coordinates. As in
+    scikit-learn from 1.5 on, which the authors use, the largest loading, here the first of equals, is positive.
     """
     centred = rows.double() - rows.double().mean(dim=0)
     triangle = torch.linalg.qr(centred.t(), mode="r").R  # as many columns as rows, and the same components
     left, values, _ = torch.linalg.svd(triangle.t(), full_matrices=False)
-    found = (left * values)[:, :count]
-    size = found.abs()
+    left, values = left[:, :count], values[:count]
+    loadings = centred.t() @ left  # each column times its singular value
+    size = loadings.abs()
     largest = (size >= (1 - _TIE) * size.max(dim=0).values).int().argmax(dim=0)  # the first of them
-    found = found * found.gather(0, largest[None]).sign()
+    found = left * values * loadings.gather(0, largest[None]).sign()
     return functional.pad(found, (0, count - found.shape[1]))
 
 
