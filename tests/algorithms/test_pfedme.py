@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from sweeps import draw, numbers, visit
+from sweeps import draw, numbers, padded, visit
 from torch.nn import functional
 from walk import moment, row, vector
 
 from fedobp import Config, Federation
-from fedobp.algorithms import METHODS
+from fedobp.algorithms import METHODS, Client
 from fedobp.models import Model
 
 PFedMe = METHODS["pfedme"]
@@ -115,3 +115,19 @@ def test_without_a_pull_clients_fine_tune_theta_0(engine):
         torch.testing.assert_close(theta, federation.model.read(module), rtol=0, atol=1e-10)
     assert trained >= 2
     assert found.bytes.down_per_round == found.bytes.up_per_round == 2 * 8 * federation.model.layout.size
+
+
+@pytest.mark.parametrize(("eta_p", "converges"), [(0.5, True), (0.75, True), (1.25, False)])
+def test_the_pull_converges_below_2(eta_p, converges):
+    """Where the loss is flat, the pull lam/2 |theta - w|^2 is left: eta_p lam is 1, 1.5 and 2.5."""
+
+    class Flat:
+        def logits(self, theta, x):
+            return x
+
+    method = PFedMe.configure({"lam": 2.0, "mu": 0.0, "eta_p": eta_p, "inner": 30})
+    _, sweep, _ = method.local(MODEL, NOW)
+    [(x, y)], hp = draw(0, [4]), numbers(lr=0.0, **method.floats())
+    client = Client(own={}, down={}, work={"theta": THETA + 1, "shared": THETA}, up={}, hp=hp)
+    away = (sweep.step(Flat(), client, padded(x, y, 0, 0)).theta - THETA).abs()
+    assert (away < 1e-8).all() if converges else (away > 1e5).all()

@@ -71,3 +71,13 @@ def test_both_quantiles_change_the_model(change):
     federation = Federation(Config(clients=4, rounds=3, participation=0.5, epochs=1, model="mlp"))
     ours, theirs = (federation.run("pspfl", **options).state_dict(0) for options in ({}, change))
     assert any(not torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_sending_everything_is_fedobp():
+    """Above the quantile of |d| lies what is above that of d^2, and a client's own last model is its last upload."""
+    config = Config(clients=4, rounds=4, participation=0.5, epochs=1, model="mlp", precision="fp64", eval_every=1)
+    federation = Federation(config)
+    ours, theirs = federation.run("pspfl", keep=0.9, share=1.0), federation.run("fedobp", q=0.9)
+    assert ours.history == theirs.history
+    for client in range(4):
+        assert all(map(torch.equal, ours.state_dict(client).values(), theirs.state_dict(client).values()))

@@ -5,8 +5,9 @@ mixture of both, a f_v + (1 - a) f_w, with a weight a of the client's own. On ea
 then v takes one on the mixture's with w held fixed; a may follow its gradient. v starts from theta^0, a from `mix`.
 
 The paper mixes weights; its authors' code (FedTorch) mixes logits, and so does this one. There, a moves once a visit,
-after the first batch, and only if asked to. Both models take the common number of epochs, on the same batches: v's
-gradients are computed in addition to the common budget. At use, v is mixed with the current global w.
+after the first batch, and only if asked to; the gradient that this takes is then computed on every batch, and counted.
+Both models take the common number of epochs, on the same batches: v's gradients are computed in addition to the common
+budget. At use, v is mixed with the current global w.
 
 `as-published` is what ran behind the FedOBP paper's table, the framework's own version. There w takes every step twice
 with one gradient, because nobody resets it before v's step; a always moves, on every batch of the first epoch; and the

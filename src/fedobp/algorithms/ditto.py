@@ -3,8 +3,9 @@
 Two models a client: the global one, trained and averaged as in FedAvg, and its own v, which never leaves it and
 minimises the local loss plus lam/2 |v - w|^2, with w the global model as it was received. v is what is used.
 
-Its authors step both models in turn on the same batches; here, as in the frameworks, v is trained after w, for epochs
-of its own, which are computed in addition to the common budget.
+Its authors step both models in turn on the same batches, as often as each other; here, as in the frameworks, v is
+trained after w, for epochs of its own, which are computed in addition to the common budget. A client that has never
+trained is served theta^0, as with the authors.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """FedBN (Li et al., FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021).
 
 FedAvg whose BatchNorm layers stay on the client, weights and running statistics alike; all else is shared and averaged.
-On a model without BatchNorm it is FedAvg, and says so.
+On a model without BatchNorm it is FedAvg, and says so. Its authors average without weights and let all clients train in
+every round; here the mean is weighted by samples, and a client that has never trained is served theta^0's norms.
 """
 
 import warnings

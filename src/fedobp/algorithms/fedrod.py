@@ -5,8 +5,9 @@ softmax, whose logits are raised by gamma log(class counts), so that they do not
 The personal head P never leaves the client and learns, by the ordinary cross-entropy of G + P, what G leaves out; its
 gradient reaches neither G nor the base. G + P is used: it is linear in the features, hence one ordinary model.
 
-gamma = 1 is the paper's. There is no official code; P starts from theta^0's head, as in PFLlib. The paper's other form,
-in which a hypernetwork makes P from the class counts, is left out, and so are its other balanced losses.
+gamma = 1 is the paper's. Its authors' repository (hongyouc/Fed-RoD) holds no code; P starts from theta^0's head, as in
+PFLlib. The paper's other form, in which a hypernetwork makes P from the class counts, is left out, and so are its other
+balanced losses.
 """
 
 from dataclasses import dataclass

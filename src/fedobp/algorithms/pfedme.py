@@ -6,11 +6,13 @@ authors' code, starting where the last batch left it; then w_i moves towards it:
 visit starts with both at w. The server takes w <- (1 - beta) w + beta mean(w_i). theta_i is what is used.
 
 lam, mu, beta and `inner` are the authors' defaults. The outer step is the common lr (theirs is 0.005). eta_p is the
-frameworks' 0.01: with the authors' 0.09 eta_p lam is 1.35, and each step would overshoot the pull. Keep lr lam and
-eta_p lam below 1. The protocol's momentum and weight decay do not apply, nor does its schedule to eta_p.
+frameworks' 0.01, not the authors' 0.09. eta_p (lam + mu) must stay below 2, or the pull alone diverges; between 1 and 2
+(the authors' is 1.35) theta overshoots and still converges. The protocol's momentum and weight decay do not apply, nor
+does its schedule to eta_p.
 
 Its authors take 20 batches a round, train all clients and average a sample of them; here the sampled clients train, for
-the common local epochs, and each batch costs `inner` gradients: counted as extra compute.
+the common local epochs, and each batch costs `inner` gradients: counted as extra compute. A client that has never
+trained is served theta^0. Their code evaluates w_i, by an aliasing slip; theta_i is what their paper uses.
 """
 
 from dataclasses import dataclass

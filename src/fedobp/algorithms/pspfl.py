@@ -1,11 +1,15 @@
-"""PSPFL (IEEE 10472079), a reconstruction: neither text nor code of it could be obtained.
+"""PSPFL (IEEE 10472079), a reconstruction: its text could not be obtained.
 
-Rebuilt from the FedOBP paper's sentence and from its authors' port. When a client receives the global model, it keeps
+Rebuilt from the FedOBP paper's sentence and from the public port of that paper's authors (tian0920/SFL,
+`src/client/pspfl.py`; hfut701/PSPFL is another method of that name). When a client receives the global model, it keeps
 its own last value wherever |theta_i - theta_g| is above the `keep` quantile; after training it sends what changed
 little: entries whose local change |before - after| is at most the `share` quantile. Where nobody sent an entry the
 global value stays; elsewhere senders are averaged by their samples, all others counting as the old global value. A
-client that has never trained takes the global model whole. Scores are the client's own business here, because it
-uploads only a part of its model.
+client that has never trained takes the global model whole; in the port theta^0 counts as its last model. Scores are
+computed on the client, because it uploads only a part of its model.
+
+What changed most is never sent, so the global model learns little, and what is far from it is kept: in effect a client
+trains alone.
 """
 
 from dataclasses import dataclass

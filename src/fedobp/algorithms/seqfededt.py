@@ -4,9 +4,10 @@ There is one model, and it walks: the clients of a round take it over in their s
 client takes it from the last one. Nothing is averaged. Each client keeps its own last values where the score of the
 arriving model is above the q-quantile (FedOBP's eq. 7 to 9), trains everything, and passes everything on.
 
-The default score is the one its authors report, |theta_i (theta - theta_i)|; their other two, |theta - theta_i| and its
-square, choose the same entries as `squared`. A client without training samples passes on what it was given, as a mean
-by samples would have it. The server relays the model and knows everyone's last one, so it scores, as in FedOBP.
+The default score is that of its authors' ablation, |theta_i (theta - theta_i)|. Their released code, public as
+tian0920/SeqFedEDT, scores (theta - theta_i)^2, which is `squared`; |theta - theta_i|, their third score, chooses the
+same entries. A client without training samples passes on what it was given, as a mean by samples would have it. The
+server relays the model and knows everyone's last one, so it scores, as in FedOBP.
 
 Sequential over clients: a round takes as many turns as it has clients. At test every client starts from what the last
 trained one left.
@@ -34,7 +35,7 @@ class SeqFedEDT(FedOBP):
 
     score: str = option(
         "product",
-        "product: |(own - passing) * own|, its authors' choice; squared: (own - passing)^2",
+        "product: |(own - passing) * own|, as in its ablation; squared: (own - passing)^2, as in the released code",
         choices=tuple(SCORES),
     )
 
