@@ -34,7 +34,7 @@ class Phase:
         """Phases of one kind train together. What differs from lane to lane is not in it: numbers, epochs, data."""
         item, client = self.item, self.client
         if isinstance(item, Train) and item.loss is None:
-            return self.options, client.work[item.learn[0]].dtype
+            return self.options
         # A function may look at everything that a client has, so all of it must have the same names and shapes.
         homes: dict[str, Mapping[str, Any]] = {"own": client.own, "down": client.down, "work": client.work}
         seen = [(home, name, _shape(value)) for home, record in homes.items() for name, value in record.items()]
