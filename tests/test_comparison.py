@@ -24,7 +24,7 @@ def bytes_of(folder):
 
 def test_it_is_repeated_to_the_same_bytes(command):
     """In launches of three runs at most, and stacks of few lanes."""
-    memory = ("--store-memory", 3.5 * 3 * 4 * 53_002 * 6 / 2**30, "--lane-memory", 0.002)
+    memory = ("--store-memory", 3.5 * 3 * 4 * 53_002 * 6 / 2**30, "--lane-memory", 0.01)
     command("compare", *TINY, *memory, "--methods", ",".join(METHODS), "--seeds", 2, "--set", "q=0.9", "--out", "first")
     written = tomllib.loads(Path("first/compare.toml").read_text())
     assert written["launches"] == [RUNS[:3], RUNS[3:6], RUNS[6:]]

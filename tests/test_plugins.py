@@ -194,6 +194,15 @@ def test_a_built_in_method_that_fails_ends_alone_too(command):
     assert [run["method"] for run in said.json["runs"]] == ["fedavg"]
 
 
+def test_a_bug_in_a_built_in_method_shows_its_traceback_when_the_others_have_finished(command, monkeypatch):
+    monkeypatch.setattr(METHODS["fedper"], "send", lambda *_: 1 / 0)
+    said = command("compare", *TINY, "--methods", "fedper,fedavg", "--json")
+    assert said.code == 2
+    assert [run["method"] for run in said.json["runs"]] == ["fedavg"]
+    assert said.err.startswith("Traceback")
+    assert said.err.splitlines()[-1].startswith("error: fedper, seed 42: ZeroDivisionError: division by zero (")
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [

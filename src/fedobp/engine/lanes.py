@@ -247,6 +247,7 @@ class Lanes:
             return [*found]
         if len(phases) == 1:
             return [found]
+        del found  # its frames hold memory
         alone = [self._carry_out([phase])[0] for phase in phases]
         right = [phase for phase, one in zip(phases, alone, strict=True) if not isinstance(one, BaseException)]
         if len(right) in (0, len(phases)):
