@@ -296,3 +296,12 @@ main()
     assert [set(row) for row in found["engines"]] == [set(Speed.__dataclass_fields__)] * 2
     assert (found["runs"], found["epochs"], found["batch_size"]) == (2, 1, 32)
     assert (found["dataset"], found["random_data"], found["samples"], done.stderr) == ("mnist", True, 70_000, "")
+
+
+def test_a_batch_larger_than_any_client_is_reckoned_as_the_largest_clients():
+    config = Config(**TINY | {"batch_size": 100_000})
+    federation = Federation(config)
+    largest = max(federation.data.size(client, "train") for client in range(config.clients))
+    found = bench(config, seconds=1)
+    assert found.batch_size == 100_000
+    assert found.flops_per_step == step_flops(replace(config, batch_size=largest), federation.model)

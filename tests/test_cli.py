@@ -127,7 +127,7 @@ def test_compare_prints_one_table_and_writes_every_run(command):
     assert said.code == 0
     assert all(name in said.out for name in ("fedobp", "fedavg", "local", "client mean", "seconds", "Run folder: here"))
     assert "±" in said.out
-    assert {path.name for path in Path("here").iterdir()} == {"compare.json"} | {
+    assert {path.name for path in Path("here").iterdir()} == {"compare.json", "compare.toml"} | {
         f"{method}-seed{seed}" for method in ("fedobp", "fedavg", "local") for seed in (42, 43)
     }
 

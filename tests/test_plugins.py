@@ -1,5 +1,6 @@
 """Methods of other packages: the example of the docs, installed as a package would be, and packages that are broken."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -16,16 +17,23 @@ PAGE = Path(__file__).parent.parent / "docs/methods/your-own.md"
 def install(tmp_path, monkeypatch):
     """Install a module with an entry point, as pip would."""
 
-    def installed(code, value, name="fedmedian"):
-        (tmp_path / "fedmedian.py").write_text(code)
-        about = tmp_path / "fedmedian-1.0.dist-info"
+    def installed(code, value, name="fedmedian", package="fedmedian"):
+        (tmp_path / f"{package}.py").write_text(code)
+        about = tmp_path / f"{package}-1.0.dist-info"
         about.mkdir()
-        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fedmedian\nVersion: 1.0\n")
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
         (about / "entry_points.txt").write_text(f"[fedobp.methods]\n{name} = {value}\n")
         monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.delitem(sys.modules, "fedmedian", raising=False)
+        monkeypatch.delitem(sys.modules, package, raising=False)
 
     return installed
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Three methods of the library's own are enough."""
+    for name in set(METHODS) - {"fedavg", "local", "fedper"}:
+        monkeypatch.delitem(METHODS, name)
 
 
 def example():
@@ -49,20 +57,166 @@ def test_the_example_of_the_docs_runs_beside_the_librarys_own(install, command, 
     assert "fedmedian" in said.out.lower()
 
 
-@pytest.mark.parametrize(
-    ("code", "value", "complaint"),
-    [
-        ("1 / 0", "fedmedian:FedMedian", r"the method 'fedmedian' .* cannot be loaded: ZeroDivisionError"),
-        ("", "fedmedian:FedMedian", "cannot be loaded: AttributeError"),
-        ("FedMedian = 3", "fedmedian:FedMedian", "is no subclass of `Method` of that name"),
-        ("from fedobp.algorithms.fedavg import FedAvg as FedMedian", "fedmedian:FedMedian", "is no subclass"),
-    ],
-)
-def test_a_broken_package_is_named_and_harms_nobody_else(install, code, value, complaint):
+METHOD = """
+from fedobp.algorithms.base import option
+from fedobp.algorithms.fedavg import FedAvg
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class FedMedian(FedAvg):
+    name = "fedmedian"
+"""
+BROKEN = [
+    (
+        "1 / 0",
+        "fedmedian:FedMedian",
+        r"the method 'fedmedian' .* cannot be loaded: ZeroDivisionError: division by zero",
+    ),
+    ("def f(:", "fedmedian:FedMedian", r"cannot be loaded: SyntaxError: .*fedmedian.py, line 1"),
+    ("import nothing_of_that_name", "fedmedian:FedMedian", "cannot be loaded: ModuleNotFoundError: No module named"),
+    ("import sys; sys.exit('bye')", "fedmedian:FedMedian", "cannot be loaded: SystemExit: bye"),
+    ("class E(BaseException): pass\nraise E", "fedmedian:FedMedian", "cannot be loaded: E$"),
+    ("", "fedmedian:FedMedian", "cannot be loaded: AttributeError"),
+    ("", "not a module", "cannot be loaded: "),
+    ("FedMedian = 3", "fedmedian:FedMedian", "is no subclass of `Method` of that name"),
+    ("", "fedmedian", "is no subclass of `Method` of that name"),
+    ("from fedobp.algorithms import Method as FedMedian", "fedmedian:FedMedian", "is no subclass of `Method`"),
+    ("from fedobp.algorithms.fedavg import FedAvg as FedMedian", "fedmedian:FedMedian", "is no subclass"),
+    (METHOD + "    summary = None", "fedmedian:FedMedian", "has no text `summary`"),
+    (METHOD + "    step: float = 1.0", "fedmedian:FedMedian", "has a field 'step' that is not declared with `option`"),
+    (METHOD + "    step: float = option(None, 'x')", "fedmedian:FedMedian", "has a field 'step' that is not declared"),
+    (METHOD + "    @classmethod\n    def options(cls): 1 / 0", "fedmedian:FedMedian", "cannot be loaded: ZeroDivision"),
+]
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(("code", "value", "complaint"), BROKEN)
+def test_a_broken_package_is_named_and_harms_nobody_else(install, command, code, value, complaint):
     install(code, value)
     with pytest.raises(FedobpError, match=complaint):
         method_class("fedmedian")
     assert method_class("fedavg") is METHODS["fedavg"]
+    said = command("methods")
+    assert said.code == 2
+    assert all(name in said.out for name in ("fedavg", "local", "fedper"))
+    assert "fedmedian" not in said.out
+    [line] = said.err.splitlines()
+    assert line.startswith("error: ")
+    assert "fedmedian" in line
+    assert re.search(complaint, line)
+    said = command("methods", "--json")
+    assert [row["name"] for row in said.json["methods"]] == ["local", "fedavg", "fedper"]
+    assert said.json["failed"] == [{"method": "fedmedian", "error": line.removeprefix("error: ")}]
+
+
+TINY = ["--clients", "5", "--rounds", "2", "--epochs", "1", "--participation", "0.4", "--model", "mlp"]
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("methods", ["all", "fedmedian,fedavg,local,fedper"])
+def test_a_broken_package_is_left_out_of_a_comparison(install, command, methods):
+    install("1 / 0", "fedmedian:FedMedian")
+    said = command("compare", *TINY, "--methods", methods, "--seeds", 2, "--set", "step=1", "--out", "here")
+    assert said.code == 2
+    assert said.err.startswith("error: fedmedian, seeds 42, 43: the method 'fedmedian' (fedmedian:FedMedian) cannot be")
+    assert len(said.err.splitlines()) == 1
+    found = json.loads(Path("here/compare.json").read_text())
+    assert {run["method"] for run in found["runs"]} == {"fedavg", "local", "fedper"}
+    assert [(one["method"], one["seed"]) for one in found["failed"]] == [("fedmedian", 42), ("fedmedian", 43)]
+
+
+@pytest.mark.usefixtures("few")
+def test_two_packages_of_one_name_are_both_refused(install, command):
+    install(example(), "fedmedian:FedMedian")
+    install(example(), "other:FedMedian", package="other")
+    said = command("methods", "--json")
+    assert said.code == 2
+    assert "is declared more than once" in said.err
+    assert [one["method"] for one in said.json["failed"]] == ["fedmedian"]
+    assert len(said.json["methods"]) == 3
+
+
+@pytest.mark.usefixtures("few")
+def test_one_that_takes_a_name_of_the_librarys_own_is_named(install, command):
+    install(example(), "fedmedian:FedMedian", name="fedavg")
+    said = command("methods", "--json")
+    assert (said.code, len(said.json["methods"])) == (2, 3)
+    assert "the entry point 'fedavg' (fedmedian:FedMedian) has the name of a built-in method" in said.err
+    said = command("compare", *TINY, "--methods", "all", "--json")
+    assert (said.code, len(said.json["runs"])) == (2, 3)
+    assert [(one["method"], one["seed"]) for one in said.json["failed"]] == [("fedavg", None)]
+    assert command("compare", *TINY, "--methods", "fedavg", "--json").code == 0
+
+
+@pytest.mark.parametrize("where", ["begin", "send", "local", "receive", "serve"])
+def test_one_that_raises_ends_its_own_run_only(install, command, tmp_path, where):
+    code = (
+        example().partition("    def receive")[0]
+        + f"    def {where}(self, *given):\n        raise OSError('no disk')\n"
+    )
+    install(code, "fedmedian:FedMedian")
+    line = len(code.splitlines())
+    said = command("compare", *TINY, "--methods", "fedavg,fedmedian,local", "--out", "here")
+    assert said.code == 2
+    assert all(name in said.out for name in ("fedavg", "local", "Run folder: here"))
+    assert "fedmedian" not in said.out
+    error = f"OSError: no disk (method 'fedmedian', {tmp_path}/fedmedian.py:{line})"
+    assert said.err == f"error: fedmedian, seed 42: {error}\n"
+    found = json.loads(Path("here/compare.json").read_text())
+    assert [run["method"] for run in found["runs"]] == ["fedavg", "local"]
+    assert [row["method"] for row in found["table"]] == ["fedavg", "local"]
+    assert found["failed"] == [{"method": "fedmedian", "seed": 42, "error": error}]
+    for name, rounds in (("fedavg", 2), ("local", 2)):
+        assert len(Path("here", f"{name}-seed42", "metrics.jsonl").read_text().splitlines()) == rounds
+        assert Path("here", f"{name}-seed42", "result.json").exists()
+    alone = command("compare", *TINY, "--methods", "fedmedian", "--json")
+    assert (alone.code, alone.out, alone.err) == (2, "", f"error: {error}\n")
+    alone = command("run", *TINY, "--method", "fedmedian", "--json")
+    assert (alone.code, alone.out, alone.err) == (2, "", f"error: {error}\n")
+
+
+def test_one_that_refuses_its_options_ends_its_own_run_only(install, command):
+    code = example() + "\n    def __post_init__(self):\n        assert self.step > 0.5, 'too slow'\n"
+    install(code, "fedmedian:FedMedian")
+    said = command("compare", *TINY, "--methods", "fedavg,fedmedian", "--set", "step=0.1", "--json")
+    assert said.code == 2
+    assert [run["method"] for run in said.json["runs"]] == ["fedavg"]
+    assert said.err.startswith("error: fedmedian, seed 42: AssertionError: too slow (method 'fedmedian', ")
+    said = command("compare", *TINY, "--methods", "fedmedian,fedavg", "--set", "step=7", "--json")
+    assert said.err == "error: fedmedian, seed 42: option 'step' of fedmedian must be between 0.0 and 1.0, not 7\n"
+    assert [run["method"] for run in said.json["runs"]] == ["fedavg"]
+
+
+def test_a_built_in_method_that_fails_ends_alone_too(command):
+    said = command("compare", *TINY, "--methods", "fedobp,fedavg", "--q", "7", "--json")
+    assert said.code == 2
+    assert said.err == "error: fedobp, seed 42: option 'q' of fedobp must be between 0.0 and 1.0, not 7.0\n"
+    assert [run["method"] for run in said.json["runs"]] == ["fedavg"]
+
+
+def test_a_bug_in_a_built_in_method_shows_its_traceback_when_the_others_have_finished(command, monkeypatch):
+    monkeypatch.setattr(METHODS["fedper"], "send", lambda *_: 1 / 0)
+    said = command("compare", *TINY, "--methods", "fedper,fedavg", "--json")
+    assert said.code == 2
+    assert [run["method"] for run in said.json["runs"]] == ["fedavg"]
+    assert said.err.startswith("Traceback")
+    assert said.err.splitlines()[-1].startswith("error: fedper, seed 42: ZeroDivisionError: division by zero (")
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--clients", "0"], "--clients must be at least 1"),
+        (["--dataset", "digit"], "did you mean 'digits'"),
+        (["--clients", "1700"], "no client has|use fewer --clients"),
+    ],
+)
+def test_what_is_wrong_with_all_runs_is_one_sentence(command, flags, complaint):
+    said = command("compare", *TINY, *flags, "--seeds", 2, "--json")
+    assert (said.code, said.out) == (2, "")
+    assert re.search(complaint, said.err)
+    assert len(said.err.splitlines()) == 1
+    assert "seed 42" not in said.err
 
 
 def test_nobody_can_take_a_name_of_the_librarys_own(install):

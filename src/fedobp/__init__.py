@@ -20,14 +20,14 @@ from fedobp.errors import FedobpError
 if TYPE_CHECKING:
     from fedobp.config import Config
     from fedobp.evaluation import Accuracy
-    from fedobp.federation import Federation, Progress, sweep
+    from fedobp.federation import Federation, Progress, SweepError, sweep
     from fedobp.models import Model
     from fedobp.result import Result
     from fedobp.runs import load_state_dict
 
 __all__ = [
-    "Accuracy", "Config", "Federation", "FedobpError", "Model", "Progress", "Result", "__version__", "load_state_dict",
-    "sweep",
+    "Accuracy", "Config", "Federation", "FedobpError", "Model", "Progress", "Result", "SweepError", "__version__",
+    "load_state_dict", "sweep",
 ]  # fmt: skip
 
 _HOMES = {
@@ -37,6 +37,7 @@ _HOMES = {
     "Model": "models",
     "Progress": "federation",
     "Result": "result",
+    "SweepError": "federation",
     "load_state_dict": "runs",
     "sweep": "federation",
 }

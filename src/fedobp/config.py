@@ -5,9 +5,11 @@ is loaded when a `Config` is made.
 """
 
 import math
+import re
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -18,6 +20,8 @@ from fedobp.options import Option
 # Settings that are tables of options, and those that a partition is made with.
 _TABLES = ("options", "partition_options")
 _DEALT = ("clients", "partition", "partition_options", "alpha", "partition_seed", "val_ratio", "holdout_clients")
+
+_SIDE_BY_SIDE = "# Trained side by side, in this order:"
 
 LrSchedule = Literal["constant", "cosine"]
 Sampling = Literal["keyed", "published"]
@@ -180,7 +184,7 @@ class Config:
 
     def _settle_method(self) -> None:
         """Resolve the method's options; the paper tuned q for its CNN under its partition, and only there."""
-        from fedobp.algorithms import method_class
+        from fedobp.algorithms import blaming, method_class
         from fedobp.data import KNOWN
 
         method = method_class(self.method)
@@ -189,7 +193,8 @@ class Config:
         if "q" in names and self.model == "cnn" and self.partition == "dirichlet" and self.dataset in KNOWN:
             published = KNOWN[self.dataset].q.get(self.alpha)
             options = options if published is None else {"q": published, **options}
-        configured = method.configure(options)
+        with blaming(method):
+            configured = method.configure(options)
         self._set("options", {name: getattr(configured, name) for name in names})
 
     @property
@@ -213,12 +218,16 @@ class Config:
             return self.lr
         return self.lr * 0.5 * (1 + math.cos(math.pi * (round - 1) / self.rounds))
 
+    def changed(self, other: "Config") -> dict[str, Any]:
+        """Return the settings of another configuration that are not the same as here."""
+        names = [spec.name for spec in fields(self)]
+        return {name: getattr(other, name) for name in names if getattr(other, name) != getattr(self, name)}
+
     def to_toml(self) -> str:
         """Return the settings as TOML, which `read_config` reads back."""
-        plain = {spec.name: getattr(self, spec.name) for spec in settings()}
-        lines = [f"{name} = {_toml(value)}" for name, value in plain.items() if value is not None]
+        lines = toml_lines({spec.name: getattr(self, spec.name) for spec in settings()})
         for table in _TABLES:
-            lines += ["", f"[{table}]", *(f"{name} = {_toml(value)}" for name, value in getattr(self, table).items())]
+            lines += ["", f"[{table}]", *toml_lines(getattr(self, table))]
         return "\n".join(lines) + "\n"
 
 
@@ -234,22 +243,47 @@ def flag(name: str) -> str:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return what a TOML file sets, its names checked; values are checked when the `Config` is made."""
+    text, given = read_toml(path, "a run's config.toml")
+    check_settings(given, path, [spec.name for spec in fields(Config)])
+    if any(line.startswith(_SIDE_BY_SIDE) for line in text.splitlines()):
+        compared = path.absolute().parent.parent / "compare.toml"
+        how = f"fedobp compare --config {compared} repeats" if compared.is_file() else "the same sweep would repeat"
+        warnings.warn(
+            f"{path} is of a run that trained side by side with others; alone its last bits may differ, {how} it",
+            stacklevel=2,
+        )
+    return given
+
+
+def read_toml(path: Path, kind: str) -> tuple[str, dict[str, Any]]:
+    """Return a TOML file's text and what it holds; `kind` says which file is meant."""
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        return text, tomllib.loads(text)
     except OSError as error:
-        raise FedobpError(
-            f"cannot read the configuration {path} ({error.strerror}): give a run's config.toml"
-        ) from error
+        raise FedobpError(f"cannot read the configuration {path} ({error.strerror}): give {kind}") from error
     except ValueError as error:  # TOMLDecodeError, and a number of thousands of digits
-        raise FedobpError(f"{path} is not valid TOML ({error}): compare it with a run's config.toml") from error
-    known = [spec.name for spec in fields(Config)]
+        raise FedobpError(f"{path} is not valid TOML ({error}): compare it with {kind}") from error
+
+
+def check_settings(given: Mapping[str, Any], path: Path, known: Sequence[str]) -> None:
+    """Refuse names of settings that are not known, and tables of options that are none."""
     for name in given:
         if name not in known:
             raise unknown(f"setting in {path}", name, known)
     for table in _TABLES:
         if not isinstance(given.get(table, {}), dict):
             raise FedobpError(f"`{table}` in {path} must be a table of options: write [{table}]")
-    return given
+
+
+def run_name(config: Config) -> str:
+    """Return what a run is called among those of a comparison; its folder there has this name."""
+    return f"{config.method}-seed{config.seed}"
+
+
+def side_by_side(launch: Sequence[Config]) -> str:
+    """Return the comment of a `config.toml` that names the runs of a launch, if there are several."""
+    return f"{_SIDE_BY_SIDE} {', '.join(map(run_name, launch))}\n" if len(launch) > 1 else ""
 
 
 def _checked(spec: Field[Any], value: Any) -> Any:
@@ -289,7 +323,18 @@ def _pairs(options: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in options.items())
 
 
-def _toml(value: Option) -> str:
+def toml_lines(values: Mapping[str, Any]) -> list[str]:
+    """Return lines of TOML; what is None is left out."""
+    return [f"{toml_key(name)} = {toml_value(value)}" for name, value in values.items() if value is not None]
+
+
+def toml_key(name: str) -> str:
+    """Return a name as a key in TOML."""
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else toml_value(name)
+
+
+def toml_value(value: Option) -> str:
+    """Return a value in TOML."""
     if isinstance(value, str):
         escaped = "".join(f"\\u{ord(c):04x}" if ord(c) < 32 or c in '"\\' or ord(c) == 127 else c for c in value)
         return f'"{escaped}"'

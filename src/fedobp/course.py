@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedobp.algorithms import Moment, method_class
-from fedobp.config import Config
+from fedobp.config import Config, side_by_side
 from fedobp.data import FederatedData
 from fedobp.engine import Budget, Engine, Population, Store, Task, Trained, diverged, pooled_gradient
 from fedobp.evaluation import Accuracy, Cold, Evaluator, Report, protocol
@@ -64,7 +64,7 @@ class Course:
     def task(self, now: Moment) -> Task:
         """Return what a cohort will be asked to do, but for what it will be sent."""
         hp = self.numbers(self.config.lr_at(now.round))
-        return Task(self.people, now, self.method.local(self.model, now), {}, hp)
+        return Task(self.people, now, tuple(self.method.local(self.model, now)), {}, hp)
 
     def send(self, now: Moment) -> Task:
         """Return what a cohort is asked to do, with what it is sent."""
@@ -97,13 +97,16 @@ class Run(Course):
         partition: str,
         out: Path | None = None,
         keep_models: bool = True,
+        launch: Sequence[Config] = (),
     ) -> None:
         super().__init__(config, model, data, budget)
+        self.launch = launch  # all runs that train side by side, in order
         self.evaluate = Evaluator(self.method, self.model, self.people, engine, config.finetune_epochs)
         self.protocol = protocol(config.protocol, config.rounds)
         self.models = Models(self.model.layout, self.server["theta"])
         self.keep_models = keep_models or (out is not None and config.save_models == "all")
-        self.folder = RunFolder(out, f"# Partition {partition}\n{config.to_toml()}") if out else None
+        head = f"# Partition {partition}\n{side_by_side(launch)}"
+        self.folder = RunFolder(out, head + config.to_toml()) if out else None
         self.partition = partition  # its hash
         self.about = {"method": config.method, "model": config.model, **self.data.about()}
         self.cohorts = cohorts(config)
@@ -141,8 +144,10 @@ class Run(Course):
         self.down = task.down
         return task
 
-    def end_turn(self, answer: Trained) -> None:
+    def end_turn(self, answer: Trained | BaseException) -> None:
         """... and, after the cohort has trained, receive."""
+        if isinstance(answer, BaseException):
+            raise answer
         now = self.turns.pop(0)
         self.receive(now, answer)
         seen = Arriving(answer.loss), Arriving(answer.finite)
@@ -239,11 +244,13 @@ class Run(Course):
             models=self.models,
             partition=self.partition,
             out=folder.path if folder else None,
+            launch=tuple(self.launch),
         )
         if folder:
             if config.save_models != "none":
                 self.models.save(folder.path / "models", clients=config.save_models == "all", about=self.about)
-            folder.finish(result.to_json())
+            beside = {"launch": [config.changed(other) for other in self.launch]} if len(self.launch) > 1 else {}
+            folder.finish({**result.to_json(), **beside})
         return result
 
 

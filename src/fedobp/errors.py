@@ -10,6 +10,15 @@ class FedobpError(Exception):
     """Something the caller can put right: its text is one sentence that says what is wrong and what to do."""
 
 
+def described(error: BaseException) -> str:
+    """Return an exception's type and the first line of its message."""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # a message that cannot be made
+        lines = []
+    return ": ".join([type(error).__name__, *lines[:1]])
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> FedobpError:
     """Return the error for a name that does not exist, with the nearest one that does; of very many, the first."""
     names = list(known)

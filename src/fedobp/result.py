@@ -48,6 +48,7 @@ class Result:
     models: Models
     partition: str  # its hash
     out: Path | None
+    launch: tuple[Config, ...] = ()  # all runs that trained side by side, in order, this one among them
 
     def state_dict(self, client: int | None = None) -> dict[str, Tensor]:
         """Return a client's final model, or the global one, as an ordinary state dict."""

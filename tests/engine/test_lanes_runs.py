@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from lanes_cases import BATCH, CLIENTS, TRAIN, metrics, same, vector
 
 from fedobp import Config, Federation, FedobpError, sweep
 from fedobp.algorithms import METHODS
 from fedobp.course import cohorts
+from fedobp.engine import Lanes, schedule
 from fedobp.engine.patches import patched
 from fedobp.engine.vectorised import Vectorised
 
@@ -201,3 +203,63 @@ def test_a_run_in_bfloat16_learns_as_in_float32(engine):
     )
     assert exact > 80
     assert rough == pytest.approx(exact, abs=3)
+
+
+# Batches larger than any client.
+
+WIDE = {"clients": 6, "rounds": 2, "participation": 0.7, "epochs": 2, "model": "mlp", "holdout_clients": 1,
+        "finetune_epochs": 1, "partition": "dirichlet-equal"}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedpac", "fedala"])
+def test_a_batch_larger_than_any_client_is_all_that_a_client_has(method, tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "fedobp.federation.Lanes", lambda model, batch, *rest: made.append(batch) or Lanes(model, batch, *rest)
+    )
+    federation = Federation(Config(**WIDE))
+    largest = max(federation.data.size(client, "train") for client in range(6))
+    for batch in (10**9, largest):
+        Federation(Config(**WIDE, method=method, batch_size=batch)).run(out=tmp_path / str(batch))
+    assert made == [largest, largest]
+    for name in ("metrics.jsonl", "models/global.safetensors", "models/clients.safetensors"):
+        assert (tmp_path / f"{10**9}" / name).read_bytes() == (tmp_path / f"{largest}" / name).read_bytes()
+    assert "\nbatch_size = 1000000000\n" in (tmp_path / f"{10**9}" / "config.toml").read_text()
+    lanes, serial = (
+        Federation(Config(**WIDE, method=method, batch_size=10**9, precision="fp64", engine=engine)).run()
+        for engine in ("lanes", "serial")
+    )
+    torch.testing.assert_close(vector(lanes), vector(serial), rtol=0, atol=1e-9)
+    for name in ("accuracy", "last", "finetuned", "cold", "bytes", "compute"):
+        assert getattr(lanes, name) == getattr(serial, name)
+
+
+@pytest.mark.usefixtures("ragged")
+def test_there_is_no_room_for_samples_that_nobody_has(monkeypatch):
+    """Whatever a phase asks for: the order of samples is as wide as the largest client."""
+    widths, orders = [], schedule.orders
+
+    def watched(*given):
+        widths.append((found := orders(*given)).positions.shape[-1])
+        return found
+
+    for module in ("lanes", "vectorised"):
+        monkeypatch.setattr(f"fedobp.engine.{module}.orders", watched)
+    sweep(
+        [
+            Config(**{**RAGGED, "method": method, "rounds": 1, "batch_size": 1000})
+            for method in ("fedavg", "fedala", "fedpac")
+        ]
+    )
+    assert widths
+    assert max(widths) == max(TRAIN)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_batch_larger_than_any_client_is_noted_once(command):
+    note = "note: --batch-size 5000 is more than any client's training samples: they are one batch\n"
+    tiny = ("--clients", 5, "--rounds", 1, "--model", "mlp", "--batch-size", 5000)
+    said = command("compare", *tiny, "--methods", "fedavg,local", "--seeds", 2, "--store-memory", 1e-9)
+    assert (said.code, said.err) == (0, note)
+    assert command("run", *tiny, "--engine", "serial").err == note
+    assert command("run", *tiny[:-2], "--batch-size", 2).err == ""

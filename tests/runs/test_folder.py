@@ -139,7 +139,9 @@ def test_a_write_that_fails_leaves_nothing_beside_it(tmp_path):
 # Whose folder it is.
 
 
-@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "timings.jsonl", "result.json", "compare.json"])
+@pytest.mark.parametrize(
+    "name", ["config.toml", "metrics.jsonl", "timings.jsonl", "result.json", "compare.json", "compare.toml"]
+)
 def test_a_folder_that_holds_any_file_of_a_run_is_refused(tmp_path, name):
     (tmp_path / name).write_text("precious")
     with pytest.raises(FedobpError, match=rf"already holds a run \({name}\): choose another --out, nothing was over"):

@@ -1,6 +1,11 @@
 """The methods, one file each, and the registry that names them."""
 
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
+from traceback import walk_tb
 
 from fedobp.algorithms.apfl import APFL
 from fedobp.algorithms.base import (
@@ -43,11 +48,11 @@ from fedobp.algorithms.pfedsim import PFedSim
 from fedobp.algorithms.pspfl import PSPFL
 from fedobp.algorithms.scaffold import Scaffold
 from fedobp.algorithms.seqfededt import SeqFedEDT
-from fedobp.errors import FedobpError, unknown
+from fedobp.errors import FedobpError, described, unknown
 
 __all__ = [
     "METHODS", "Batch", "Client", "Method", "Moment", "Option", "Predict", "Program", "Record", "Sparse", "Start",
-    "Sweep", "Tensors", "Train", "Turn", "loaded", "method_class", "plugins",
+    "Sweep", "Tensors", "Train", "Turn", "available", "blaming", "method_class", "names",
 ]  # fmt: skip
 
 METHODS: dict[str, type[Method]] = {
@@ -85,26 +90,101 @@ METHODS: dict[str, type[Method]] = {
 
 
 def method_class(name: str) -> type[Method]:
-    """Return a method's class by its name: one of the library's, or of another package (see `plugins`)."""
+    """Return a method's class by its name: a built-in one, or one of another package."""
     if name in METHODS:
         return METHODS[name]
-    found = plugins()
+    found = _entry_points()
     if name not in found:
-        raise unknown("method", name, [*METHODS, *found])
-    return loaded(found[name])
+        raise unknown("method", name, names())
+    return _loaded(name, found[name])
 
 
-def plugins() -> dict[str, EntryPoint]:
-    """Return the methods that installed packages declare as entry points of the group `fedobp.methods`."""
-    return {one.name: one for one in entry_points(group="fedobp.methods") if one.name not in METHODS}
+def names() -> list[str]:
+    """Return the names of all methods, also of those in other packages, which are not loaded here."""
+    return list(dict.fromkeys([*METHODS, *_entry_points()]))
 
 
-def loaded(plugin: EntryPoint) -> type[Method]:
-    """Load another package's method, or say why it is none."""
+def available() -> tuple[dict[str, type[Method]], dict[str, FedobpError]]:
+    """Return all methods by name, and what is wrong with the entry points of other packages that give none."""
+    methods, failed = dict(METHODS), {}
+    for name, found in _entry_points().items():
+        try:
+            methods[name] = _loaded(name, found)
+        except FedobpError as error:
+            failed[name] = error
+    return methods, failed
+
+
+@contextmanager
+def blaming(method: type[Method]) -> Iterator[None]:
+    """Turn what a method of another package raises into a user error that names the method and the place.
+
+    What a built-in method raises is left as it is: unless it is a `FedobpError`, it is a bug of the library.
+    """
+    package = method.__module__.partition(".")[0]
     try:
-        method = plugin.load()
-    except Exception as error:
-        raise FedobpError(f"the method '{plugin.name}' ({plugin.value}) cannot be loaded: {error!r}") from error
-    if not (isinstance(method, type) and issubclass(method, Method) and method.name == plugin.name):
-        raise FedobpError(f"the entry point '{plugin.name}' ({plugin.value}) is no subclass of `Method` of that name")
-    return method
+        yield
+    except (FedobpError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # also SystemExit
+        if package == __name__.partition(".")[0]:
+            raise
+        places = [
+            f"{frame.f_code.co_filename}:{line}"
+            for frame, line in walk_tb(error.__traceback__)
+            if frame.f_globals.get("__name__", "").partition(".")[0] == package
+        ]
+        where = places[-1] if places else _definition(method)
+        raise FedobpError(f"{described(error)} (method '{method.name}', {where})") from error
+
+
+def _definition(method: type[Method]) -> str:
+    """Return the file and line of a class."""
+    try:
+        return f"{inspect.getsourcefile(method)}:{inspect.getsourcelines(method)[1]}"
+    except (OSError, TypeError):  # no source
+        return method.__module__
+
+
+def _entry_points() -> dict[str, list[EntryPoint]]:
+    """Return what installed packages declare in the group `fedobp.methods`, by name."""
+    found: dict[str, list[EntryPoint]] = {}
+    for one in entry_points(group="fedobp.methods"):
+        found.setdefault(one.name, []).append(one)
+    return found
+
+
+def _loaded(name: str, found: Sequence[EntryPoint]) -> type[Method]:
+    """Load another package's method, or say why that cannot be done."""
+    values = list(dict.fromkeys(one.value for one in found))
+    which = f"the entry point '{name}' ({' and '.join(values)})"
+    if name in METHODS:
+        raise FedobpError(f"{which} has the name of a built-in method: its package must give it another one")
+    if len(values) > 1:
+        raise FedobpError(f"{which} is declared more than once: uninstall all but one of its packages")
+    try:
+        method = found[0].load()
+        problem = _problem(method, name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also SystemExit
+        raise FedobpError(f"the method '{name}' ({values[0]}) cannot be loaded: {described(error)}") from error
+    if problem:
+        raise FedobpError(f"{which} {problem}")
+    loaded: type[Method] = method
+    return loaded
+
+
+def _problem(method: object, name: str) -> str | None:
+    """Return what a class lacks to be a method of that name."""
+    if not (isinstance(method, type) and issubclass(method, Method) and getattr(method, "name", None) == name):
+        return "is no subclass of `Method` of that name"
+    if not re.fullmatch("[A-Za-z0-9_.-]+", name):
+        return "has a name that is not only letters, digits, `-`, `_` and `.`"
+    for text in ("summary", "paper"):
+        if not isinstance(getattr(method, text, None), str):
+            return f"has no text `{text}`"
+    for spec in method.options():
+        if "doc" not in spec.metadata or not isinstance(spec.default, Option):
+            return f"has a field '{spec.name}' that is not declared with `option`"
+    return None

@@ -13,7 +13,7 @@ leaves it). By convention `server["theta"]` is the global model; entries that no
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -110,6 +110,11 @@ class Train:
 
     def __post_init__(self) -> None:
         """Refuse what has no meaning."""
+        if not isinstance(self.epochs, int) or self.epochs < 0:
+            raise ValueError(f"`epochs` must be a whole number from 0 on, not {self.epochs!r}")
+        if self.part not in get_args(Part):
+            raise ValueError(f"`part` must be one of {', '.join(get_args(Part))}, not {self.part!r}")
+        hash(self)  # phases are grouped by what they declare
         if self.loss is None and len(self.learn) != 1:
             raise ValueError("without a loss of its own, a phase trains one vector")
 

@@ -5,20 +5,25 @@ import io
 import os
 import re
 import sys
+import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
 import typer
 
 from fedobp._version import __version__
 from fedobp.cli.data import Json, data
 from fedobp.cli.screen import console, progress, show, stopwatch
-from fedobp.config import Config, flag, read_config, settings
+from fedobp.config import Config, flag, read_config, run_name, settings
 from fedobp.errors import FedobpError, unknown
+
+if TYPE_CHECKING:
+    from fedobp.federation import Failure
+    from fedobp.result import Result
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.add_typer(data, name="data")
@@ -197,6 +202,7 @@ def run(
 @app.command()
 @with_settings(*(name for name in _ALL if name != "method"), save_models="none")
 def compare(
+    context: typer.Context,
     *,
     given: Mapping[str, Any],
     methods: Annotated[
@@ -206,12 +212,21 @@ def compare(
     set_: Set = None,
     q: Q = None,
     partition_set: PartitionSet = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE.toml",
+            help="The compare.toml of another comparison, to repeat it to the same bytes; only --out and --json go "
+            "with it.",
+        ),
+    ] = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
     """Train several methods under one protocol and print one table.
 
-    An option given with --set applies to every method that has it.
+    An option given with --set applies to every method that has it. A method that fails does not end the others.
 
     [bold]Examples[/bold]
 
@@ -220,42 +235,113 @@ def compare(
     fedobp compare --methods fedobp,fedavg-last,fedavg-ft --seeds 4 --rounds 30
     fedobp compare --methods all --rounds 2
     fedobp compare --dataset fmnist --alpha 0.5 --json
+    fedobp compare --config runs/NAME/compare.toml
     """
-    from fedobp.algorithms import METHODS, method_class, plugins
-    from fedobp.federation import sweep
-    from fedobp.files import write_json
+    from fedobp.comparison import read_comparison, to_toml
+    from fedobp.federation import Failure, SweepError, launches_of, sweep
+    from fedobp.files import write, write_json
     from fedobp.report.tables import compare_table, summarise
-    from fedobp.runs import claim, fresh
+    from fedobp.runs import claim, fresh, made_by
 
-    every = [*METHODS, *plugins()]
-    names = every if methods == "all" else list(dict.fromkeys(name.strip() for name in methods.split(",")))
-    options = _options(set_, q)
-    given = {**given, "partition_options": _pairs("--partition-set", partition_set)}
-    fields = {name: [spec.name for spec in method_class(name).options()] for name in names}
+    failed: list[Failure] = []
+    launches = None
+    if config:
+        _refuse_flags(context, "config", "out", "as_json")
+        asked, launches = read_comparison(config)
+    else:
+        partition_options = _pairs("--partition-set", partition_set)
+        asked, failed = _asked({**given, "partition_options": partition_options}, methods, seeds, _options(set_, q))
+    plan: dict[int, Config] = {}
+    for at, wanted in enumerate(asked):
+        try:
+            plan[at] = Config(**wanted)
+        except FedobpError as error:
+            failed.append(Failure(wanted["method"], wanted["seed"], str(error)))
+    if not plan:
+        raise _failing(SweepError([], failed))
+    configs, places = list(plan.values()), {at: place for place, at in enumerate(plan)}
+    if launches is None:
+        launches = launches_of(configs)
+    else:
+        launches = [[places[at] for at in launch if at in plan] for launch in launches]
+        launches = [launch for launch in launches if launch]
+    folder = claim(out) if out else fresh(f"compare-{configs[0].dataset}")
+    head = f"# Repeat with: fedobp compare --config compare.toml\n{made_by()}"
+    write(folder / "compare.toml", (head + to_toml(configs, launches)).encode())
+    bug = None
+    try:
+        with progress(len(configs), configs[0].rounds) as advance:
+            found: Sequence[Result | None] = sweep(
+                configs,
+                out=[folder / run_name(one) for one in configs],
+                progress=lambda at: advance(f"{len(configs)} runs", replace(at, accuracy=None)),
+                keep_models=False,
+                launches=launches,
+            )
+    except SweepError as error:
+        found, bug = error.results, error.__cause__
+        failed += error.failed
+    results = [result for result in found if result is not None]
+    content: dict[str, Any] = {"runs": [result.to_json() for result in results], "table": summarise(results)}
+    if failed:
+        content["failed"] = [asdict(failure) for failure in failed]
+    write_json(folder / "compare.json", content)
+    if results:
+        show(content if as_json else compare_table(results), f"Run folder: {folder}")
+    if failed:
+        raise _failing(SweepError(results, failed), bug)
+
+
+def _refuse_flags(context: typer.Context, *allowed: str) -> None:
+    """Refuse flags that were given, but for some."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE" and parameter.name not in allowed:
+            raise FedobpError(f"--config repeats a comparison as it was: leave out {parameter.opts[0]}")
+
+
+def _asked(
+    given: Mapping[str, Any], methods: str, seeds: int, options: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], "list[Failure]"]:
+    """Return the settings of every run of a comparison, and the methods that cannot be loaded."""
+    from fedobp.algorithms import METHODS, available, method_class, names
+    from fedobp.federation import Failure
+
+    first = given.get("seed", Config.seed)
+    span = range(first, first + seeds)
+    usable: dict[str, Any] = {}
+    failed: list[Failure] = []
+    if methods == "all":
+        usable, broken = available()
+        for name, error in broken.items():
+            failed += [Failure(name, seed, str(error)) for seed in ([None] if name in METHODS else span)]
+    else:
+        for name in dict.fromkeys(name.strip() for name in methods.split(",")):
+            try:
+                usable[name] = method_class(name)
+            except FedobpError as error:
+                if name not in names():
+                    raise
+                failed += [Failure(name, seed, str(error)) for seed in span]
+    fields = {name: [spec.name for spec in method.options()] for name, method in usable.items()}
     for option in options:
-        if not any(option in own for own in fields.values()):
+        if not failed and not any(option in own for own in fields.values()):
             known = sorted({one for own in fields.values() for one in own})
             if not known:
                 raise FedobpError(f"none of these methods has options, so '{option}' cannot be set")
             raise unknown("option of these methods", option, known)
-    own = {name: {option: value for option, value in options.items() if option in fields[name]} for name in names}
-    first = Config(**{**given, "method": names[0], "options": own[names[0]]})
-    plan = [
-        Config(**{**given, "seed": seed, "method": name, "options": own[name]})
-        for seed in range(first.seed, first.seed + seeds)
-        for name in names
-    ]
-    folder = claim(out) if out else fresh(f"compare-{first.dataset}")
-    with progress(len(plan), first.rounds) as advance:
-        results = sweep(
-            plan,
-            out=[folder / f"{config.method}-seed{config.seed}" for config in plan],
-            progress=lambda at: advance(f"{len(plan)} runs", replace(at, accuracy=None)),
-            keep_models=False,
-        )
-    found = {"runs": [result.to_json() for result in results], "table": summarise(results)}
-    write_json(folder / "compare.json", found)
-    show(found if as_json else compare_table(results), f"Run folder: {folder}")
+    own = {name: {option: value for option, value in options.items() if option in fields[name]} for name in usable}
+    asked = [{**given, "seed": seed, "method": name, "options": own[name]} for seed in span for name in usable]
+    return asked, failed
+
+
+def _failing(error: FedobpError, bug: BaseException | None = None) -> typer.Exit:
+    """Print every line of an error, after the traceback of a bug, and return what ends the command."""
+    if bug:
+        traceback.print_exception(bug)
+    for line in str(error).splitlines():
+        code = _complain(line)
+    return typer.Exit(code)
 
 
 @app.command()
@@ -336,9 +422,10 @@ def bench(
 @app.command()
 def methods(*, as_json: Json = False) -> None:
     """List every method with its idea, its paper, its options and their defaults."""
-    from fedobp.algorithms import METHODS, loaded, plugins
+    from fedobp.algorithms import available
     from fedobp.report.tables import methods_table
 
+    usable, failed = available()
     rows = [
         {
             "name": name,
@@ -350,9 +437,14 @@ def methods(*, as_json: Json = False) -> None:
             ],
             "paper": method.paper,
         }
-        for name, method in {**METHODS, **{name: loaded(one) for name, one in plugins().items()}}.items()
+        for name, method in usable.items()
     ]
-    show({"methods": rows} if as_json else methods_table(rows))
+    content: dict[str, Any] = {"methods": rows}
+    if failed:
+        content["failed"] = [{"method": name, "error": str(error)} for name, error in failed.items()]
+    show(content if as_json else methods_table(rows))
+    if failed:
+        raise _failing(FedobpError("\n".join(map(str, failed.values()))))
 
 
 def _options(pairs: list[str] | None, q: float | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ The round loop talks to an engine through `Engine` alone, so it is the same text
 """
 
 from fedobp.engine.arithmetic import Precision, dtype_of
-from fedobp.engine.interface import Counters, Engine, Population, Task, Trained, diverged
+from fedobp.engine.interface import Counters, Engine, Population, Task, Trained, caught, diverged
 from fedobp.engine.lanes import Lanes
 from fedobp.engine.memory import memory_of
 from fedobp.engine.pooled import pooled_gradient
@@ -13,5 +13,5 @@ from fedobp.engine.store import Budget, Store
 
 __all__ = [
     "Budget", "Counters", "Engine", "Lanes", "Population", "Precision", "Serial", "Store", "Task", "Trained",
-    "diverged", "dtype_of", "memory_of", "pooled_gradient",
+    "caught", "diverged", "dtype_of", "memory_of", "pooled_gradient",
 ]  # fmt: skip

@@ -1,8 +1,8 @@
 """The seam between the round loop and whatever runs the clients."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -10,6 +10,8 @@ from fedobp.algorithms import Moment, Predict, Program, Record, Tensors
 from fedobp.data import FederatedData, Split
 from fedobp.engine.store import Budget, Store
 from fedobp.errors import FedobpError
+
+T = TypeVar("T")
 
 
 class Population:
@@ -93,8 +95,14 @@ class Engine(Protocol):
 
     counters: Counters
 
+    def attempt(self, tasks: Sequence[Task]) -> list[Trained | BaseException]:
+        """Run the local programs of several runs on their cohorts, and keep what each client remembers.
+
+        A run whose program fails answers with its exception, and the others are not affected.
+        """
+
     def train(self, tasks: Sequence[Task]) -> list[Trained]:
-        """Run the local programs of several runs on their cohorts, and keep what each client remembers."""
+        """Do the same, and raise the first exception."""
 
     def prepare(self, tasks: Sequence[Task]) -> None:
         """Do what can be done for the next tasks while a device works on the last ones; they have no downloads yet."""
@@ -113,6 +121,24 @@ class Engine(Protocol):
 
         With `beside`, what else `serve` returned, it is the task's `predict` that says so.
         """
+
+
+def caught(function: Callable[[], T]) -> T | BaseException:
+    """Return what a function returns or raises, whatever that is; only the user interrupts."""
+    try:
+        return function()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also SystemExit
+        return error
+
+
+def without_failures(answers: Sequence[Trained | BaseException]) -> list[Trained]:
+    """Return answers, or raise the first exception among them."""
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return [answer for answer in answers if isinstance(answer, Trained)]
 
 
 def diverged(now: Moment, finite: Tensor, lr: float) -> FedobpError:

@@ -28,7 +28,7 @@ from fedobp.engine.arithmetic import Precision, autocast, steady
 from fedobp.engine.cost import Cost, cost
 from fedobp.engine.fit import descend, training
 from fedobp.engine.graphs import KINDS, Graphs
-from fedobp.engine.interface import Counters, Task, Trained
+from fedobp.engine.interface import Counters, Task, Trained, caught, without_failures
 from fedobp.engine.kernels import fused_for
 from fedobp.engine.phases import Done, Lane, Phase, rule_of, scaling_of
 from fedobp.engine.schedule import batches_of, orders, share_of
@@ -48,7 +48,8 @@ _TEST_BATCH = 256
 _STREAMS = 16
 
 T = TypeVar("T")
-Walk = Generator["Phase", "Done", tuple[Client, Tensor, int]]
+Walked = tuple[Client, Tensor, int]  # a cohort after its program, its losses, and the samples that it saw
+Walk = Generator["Phase", "Done", Walked]
 
 
 class Lanes:
@@ -71,21 +72,34 @@ class Lanes:
         self._ready: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self.counters = Counters()
 
-    def train(self, tasks: Sequence[Task]) -> list[Trained]:
+    def attempt(self, tasks: Sequence[Task]) -> list[Trained | BaseException]:
         """Run the local programs of several runs on their cohorts, and keep what each client remembers."""
-        runs = list(zip(tasks, self._run(tasks, Purpose.TRAIN), strict=True))
-        for task, (done, _, _) in runs:
-            task.people.keep(task.now.cohort.tolist(), done.own, done.theta)
-        # For all runs at once: a device that is told many small things waits for them to be told.
-        cohorts = [len(task.now.cohort) for task in tasks]
-        samples = [task.people.data.size(client, "train") for task in tasks for client in task.now.cohort.tolist()]
-        sums = torch.cat([done.theta.sum(dim=1) for _, (done, _, _) in runs])  # whatever is not finite shows in it
-        finite = sums.isfinite() & ~torch.cat([loss for _, (_, loss, _) in runs]).isinf()
-        each = zip(send(samples, sums.device).split(cohorts), finite.split(cohorts), strict=True)
-        return [
-            Trained({name: poisoned(value) for name, value in done.up.items()}, n, loss, fine, seen)
-            for (_, (done, loss, seen)), (n, fine) in zip(runs, each, strict=True)
-        ]
+        answers: list[Any] = self._run(tasks, Purpose.TRAIN)
+        for at, (task, answer) in enumerate(zip(tasks, answers, strict=True)):
+            if not isinstance(answer, BaseException):
+                answers[at] = caught(partial(self._kept, task, *answer))
+        runs = [(task, one) for task, one in zip(tasks, answers, strict=True) if not isinstance(one, BaseException)]
+        if not runs:
+            return answers
+        # For all runs at once: many small transfers to a device are slower than one.
+        cohorts = [len(task.now.cohort) for task, _ in runs]
+        samples = [task.people.data.size(client, "train") for task, _ in runs for client in task.now.cohort.tolist()]
+        finite = torch.cat([sums for _, (_, sums, _, _) in runs]).isfinite()
+        finite &= ~torch.cat([loss for _, (_, _, loss, _) in runs]).isinf()
+        each = zip(send(samples, finite.device).split(cohorts), finite.split(cohorts), strict=True)
+        trained = (
+            Trained(up, n, loss, fine, seen) for (_, (up, _, loss, seen)), (n, fine) in zip(runs, each, strict=True)
+        )
+        return [one if isinstance(one, BaseException) else next(trained) for one in answers]
+
+    def train(self, tasks: Sequence[Task]) -> list[Trained]:
+        """Do the same, and raise the first exception."""
+        return without_failures(self.attempt(tasks))
+
+    def _kept(self, task: Task, done: Client, loss: Tensor, seen: int) -> tuple[Record, Tensor, Tensor, int]:
+        """Keep what clients remember; return their uploads, sums that show what is not finite, losses and samples."""
+        task.people.keep(task.now.cohort.tolist(), done.own, done.theta)
+        return {name: poisoned(value) for name, value in done.up.items()}, done.theta.sum(dim=1), loss, seen
 
     def prepare(self, tasks: Sequence[Task]) -> None:
         """Order the samples of the tasks to come while CUDA is busy with those of now; their downloads are not used.
@@ -111,7 +125,10 @@ class Lanes:
 
     def serve(self, task: Task) -> Tensors:
         """Run a serving program on a cohort; what it remembers is dropped."""
-        [(done, _, _)] = self._run([task], Purpose.SERVE)
+        [answer] = self._run([task], Purpose.SERVE)
+        if isinstance(answer, BaseException):
+            raise answer
+        done = answer[0]
         nothing = torch.zeros_like(done.theta, dtype=torch.bool)
         rest = done.work if task.predict else {}
         return {**rest, "theta": done.theta, "mine": done.work.get("mine", nothing)}
@@ -165,44 +182,51 @@ class Lanes:
 
     # Programs.
 
-    def _run(self, tasks: Sequence[Task], purpose: Purpose) -> list[tuple[Client, Tensor, int]]:
-        """Walk all programs side by side; those that wait at phases of one kind train together."""
-        walks = [self._walk(task, purpose) for task in tasks]
-        done: dict[int, tuple[Client, Tensor, int]] = {}
-        waiting: dict[int, Phase] = {}
+    def _run(self, tasks: Sequence[Task], purpose: Purpose) -> list[Walked | BaseException]:
+        """Walk all programs side by side; those that wait at phases of one kind train together.
 
-        def go_on(at: int, answer: Done | None) -> None:
+        A program that fails ends with its exception, and the others go on.
+        """
+        walks = [self._walk(task, purpose) for task in tasks]
+        done: dict[int, Walked | BaseException] = {}
+        waiting: dict[int, tuple[Hashable, Phase]] = {}
+
+        def advance(at: int, answer: Done | None) -> None:
             try:
-                waiting[at] = next(walks[at]) if answer is None else walks[at].send(answer)
+                phase = next(walks[at]) if answer is None else walks[at].send(answer)
+                kind = phase.kind
+                hash(kind)
+                waiting[at] = kind, phase
             except StopIteration as end:
                 done[at] = end.value
+
+        def go_on(at: int, answer: Done | BaseException | None) -> None:
+            failure = answer if isinstance(answer, BaseException) else caught(partial(advance, at, answer))
+            if failure is not None:
+                done[at] = failure
 
         for at in range(len(tasks)):
             go_on(at, None)
         while waiting:
             groups: dict[Hashable, list[int]] = {}
-            for at, phase in waiting.items():
-                groups.setdefault(phase.kind, []).append(at)
-            answers = self._side_by_side({kind: [waiting[at] for at in group] for kind, group in groups.items()})
+            for at, (kind, _) in waiting.items():
+                groups.setdefault(kind, []).append(at)
+            answers = self._side_by_side({kind: [waiting[at][1] for at in group] for kind, group in groups.items()})
             waiting.clear()
             for kind, group in groups.items():
                 for at, answer in zip(group, answers[kind], strict=True):
                     go_on(at, answer)
         return [done[at] for at in range(len(tasks))]
 
-    def _side_by_side(self, groups: Mapping[Hashable, Sequence[Phase]]) -> dict[Hashable, list[Done]]:
+    def _side_by_side(self, groups: Mapping[Hashable, Sequence[Phase]]) -> dict[Hashable, list[Done | BaseException]]:
         """Carry out phases of several kinds.
 
         On CUDA each kind has its stream, because few lanes leave most of a card idle. That is safe without further
         care: within a wave nothing runs on the stream that called, and every walk holds what its phase reads.
         """
-
-        def carry_out(phases: Sequence[Phase]) -> list[Done]:
-            return self._fit(phases) if isinstance(phases[0].item, Train) else self._sweep(phases)
-
         device = next(iter(groups.values()))[0].task.people.data.x.device
         if device.type != "cuda":
-            return {kind: carry_out(phases) for kind, phases in groups.items()}
+            return {kind: self._carry_out(phases) for kind, phases in groups.items()}
         self._kernels(device)  # their tables are for all streams
         here, found = torch.cuda.current_stream(), {}
         # Those last that ask clients whether to go on: there the host waits.
@@ -210,10 +234,27 @@ class Lanes:
             stream = self._stream_of(kind)
             stream.wait_stream(here)
             with torch.cuda.stream(stream):
-                found[kind] = carry_out(phases)
+                found[kind] = self._carry_out(phases)
         for kind in groups:
             here.wait_stream(self._stream_of(kind))
         return found
+
+    def _carry_out(self, phases: Sequence[Phase]) -> list[Done | BaseException]:
+        """Carry out phases of one kind together; where that fails, without those that fail alone."""
+        before = self.counters
+        found = caught(partial(self._fit if isinstance(phases[0].item, Train) else self._sweep, phases))
+        if not isinstance(found, BaseException):
+            return [*found]
+        if len(phases) == 1:
+            return [found]
+        del found  # its frames hold memory
+        alone = [self._carry_out([phase])[0] for phase in phases]
+        right = [phase for phase, one in zip(phases, alone, strict=True) if not isinstance(one, BaseException)]
+        if len(right) in (0, len(phases)):
+            return alone
+        self.counters = before  # those steps are taken again
+        again = iter(self._carry_out(right))
+        return [one if isinstance(one, BaseException) else next(again) for one in alone]
 
     def _stream_of(self, kind: Hashable) -> torch.cuda.Stream:
         """Return a kind's stream, always the same: its graphs share scratch memory with all that runs there."""
@@ -250,6 +291,8 @@ class Lanes:
                 seen += done.seen
             else:
                 client = self._vectorised(item, client)
+        if client.theta.shape != (len(cohort), self._model.layout.size):
+            raise ValueError(f"work['theta'] has shape {tuple(client.theta.shape[1:])}, not that of the model's vector")
         return client, loss, seen
 
     def _vectorised(self, function: Callable[[Model, Client], Client], client: Client) -> Client:

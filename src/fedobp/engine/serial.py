@@ -13,7 +13,7 @@ from torch.nn import functional
 from fedobp.algorithms import Batch, Client, Record, Sparse, Sweep, Tensors, Train
 from fedobp.data import Split
 from fedobp.engine.arithmetic import Precision, autocast, serial_threads, steady
-from fedobp.engine.interface import Counters, Task, Trained
+from fedobp.engine.interface import Counters, Task, Trained, caught, without_failures
 from fedobp.engine.schedule import batches, step_key, subset
 from fedobp.errors import FedobpError
 from fedobp.keys import Purpose, fold
@@ -31,9 +31,13 @@ class Serial:
         self.counters = Counters()
         self._modules: dict[tuple[torch.device, torch.dtype], nn.Module] = {}
 
-    def train(self, tasks: Sequence[Task]) -> list[Trained]:
+    def attempt(self, tasks: Sequence[Task]) -> list[Trained | BaseException]:
         """Run local programs, run after run and client after client, and keep what each client remembers."""
-        return [self._train(task) for task in tasks]
+        return [caught(partial(self._train, task)) for task in tasks]
+
+    def train(self, tasks: Sequence[Task]) -> list[Trained]:
+        """Do the same, and raise the first exception."""
+        return without_failures(self.attempt(tasks))
 
     def _train(self, task: Task) -> Trained:
         uploads: list[Record] = []

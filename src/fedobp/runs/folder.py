@@ -21,7 +21,7 @@ from fedobp._version import __version__
 from fedobp.errors import FedobpError
 from fedobp.files import unwritable, write, write_json
 
-_OURS = ("config.toml", "metrics.jsonl", "timings.jsonl", "result.json", "compare.json", "models")
+_OURS = ("config.toml", "metrics.jsonl", "timings.jsonl", "result.json", "compare.json", "compare.toml", "models")
 
 
 def claim(folder: Path) -> Path:
@@ -55,14 +55,18 @@ def fresh(label: str) -> Path:
     raise AssertionError("count has no end")
 
 
+def made_by() -> str:
+    """Return a comment with all versions and the number of threads: results may depend on them."""
+    versions = f"fedobp {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    return f"# Made by {versions}, {torch.get_num_threads()} threads\n"
+
+
 class RunFolder:
     """Writes one run's files into a folder that is its own."""
 
     def __init__(self, folder: Path, config: str) -> None:
         self.path = claim(folder)
-        versions = f"fedobp {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-        head = "# Run again with: fedobp run --config config.toml\n"
-        head += f"# Made by {versions}, {torch.get_num_threads()} threads\n"
+        head = f"# Run again with: fedobp run --config config.toml\n{made_by()}"
         write(self.path / "config.toml", (head + config).encode())
 
     def log(self, name: str, line: Mapping[str, Any]) -> None:

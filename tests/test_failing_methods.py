@@ -1,0 +1,240 @@
+"""A method that fails in any of its functions ends its own runs; the others are as if it were not there."""
+
+import sys
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from lanes_cases import same
+
+from fedobp import Config, Federation, FedobpError, SweepError, sweep
+from fedobp.algorithms import METHODS, Train
+from fedobp.algorithms.base import Sparse, Sweep, option
+from fedobp.algorithms.fedavg import FedAvg, take_global, upload_model
+
+TINY = {"clients": 6, "rounds": 2, "participation": 0.5, "epochs": 1, "model": "mlp", "save_models": "none"}
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+def fail(*_):
+    raise ValueError("no\nmore")
+
+
+def leave(*_):
+    sys.exit(3)
+
+
+def endless(*given):
+    return endless(*given)
+
+
+def none_of_it(model, client):
+    return None
+
+
+def short(model, client):
+    return client.set(theta=client.theta[1:])
+
+
+def double(model, client):
+    return client.set(theta=client.theta.double())
+
+
+def without_theta(model, client):
+    return replace(client, work={})
+
+
+class Unhashable:
+    __hash__ = None
+
+    def __call__(self, *_):
+        return torch.zeros(())
+
+
+PLACES = ["begin", "everyone", "nothing", "send", "receive", "serve", "predict", "nan", "wrong server"]
+
+
+@dataclass(frozen=True)
+class Boom(FedAvg):
+    """FedAvg that fails where it is told to."""
+
+    name: ClassVar[str] = "boom"
+    summary: ClassVar[str] = "fails"
+    paper: ClassVar[str] = "none"
+    where: str = option("nowhere", "which function fails", choices=["nowhere", *PLACES])
+    program: int = option(99, "which of PROGRAMS clients run")
+
+    @property
+    def predict(self):
+        return fail if self.where == "predict" else None
+
+    def everyone(self, round, rounds):
+        return fail() if self.where == "everyone" else False
+
+    def begin(self, model, theta, seed):
+        return leave() if self.where == "begin" else super().begin(model, theta, seed)
+
+    def send(self, model, now, server, rows):
+        if self.where == "send" and now.round == 2:
+            raise Unspeakable
+        return super().send(model, now, server, rows)
+
+    def local(self, model, now):
+        if self.where == "nothing":
+            return None
+        return PROGRAMS[self.program] if self.program < len(PROGRAMS) else super().local(model, now)
+
+    def receive(self, model, now, server, rows, up, n):
+        if self.where == "receive":
+            endless()
+        found, rows = super().receive(model, now, server, rows, up, n)
+        if self.where == "nan":
+            return {"theta": found["theta"] * torch.nan}, rows
+        return {"theta": found["theta"][1:] if self.where == "wrong server" else found["theta"]}, rows
+
+    def serve(self, model, now):
+        return [take_global, fail] if self.where == "serve" else super().serve(model, now)
+
+
+TRAIN = Train(1)
+PROGRAMS = [
+    [fail],
+    [take_global, leave, TRAIN, upload_model],
+    [take_global, none_of_it],
+    [take_global, short, TRAIN, upload_model],
+    [take_global, Train(1, learn=("nothing",)), upload_model],
+    [take_global, Train(1, mask="nothing"), upload_model],
+    [take_global, Train(1, lr="nothing"), upload_model],
+    [take_global, Train(1, loss=fail), upload_model],
+    [take_global, Train(1, loss=lambda model, client, batch: batch.y.double()), upload_model],
+    [take_global, Sweep(fail), upload_model],
+    [take_global, Sweep(take_global, more=leave), upload_model],
+    [take_global, Sweep(take_global, epochs="many"), upload_model],
+    [take_global, TRAIN, short],
+    [take_global, TRAIN, without_theta],
+    [take_global, TRAIN],  # nothing is uploaded
+    [take_global, TRAIN, lambda model, client: client.upload(theta=Sparse(client.theta, client.theta[1:] > 0))],
+    [take_global, TRAIN, lambda model, client: client.upload(theta=3)],
+    [take_global, 3],
+    3,
+    [take_global, double, TRAIN, upload_model],  # fails in float32
+]
+CASES = [
+    *(("lanes", {"where": place}) for place in PLACES),
+    *(("lanes", {"program": at}) for at in range(len(PROGRAMS) - 1)),
+    *(("serial", {"where": place}) for place in ("begin", "send", "wrong server")),
+    *(("serial", {"program": at}) for at in (0, 3, 7)),
+]
+
+
+@pytest.fixture
+def boom(monkeypatch):
+    monkeypatch.setitem(METHODS, "boom", Boom)
+
+
+def expected(**given):
+    """The other runs, without the one that fails."""
+    return sweep([Config(**TINY, **given, method="fedavg"), Config(**TINY, **given, method="fedper")])
+
+
+@pytest.fixture(scope="module")
+def others():
+    return {engine: expected(precision="fp64", engine=engine) for engine in ("lanes", "serial")}
+
+
+@pytest.mark.usefixtures("boom")
+@pytest.mark.parametrize(("engine", "options"), CASES, ids=str)
+def test_whatever_fails_ends_alone(options, engine, others, tmp_path):
+    given = {**TINY, "precision": "fp64", "engine": engine}
+    configs = [Config(**given, method="fedavg"), Config(**given, method="boom", options=options),
+               Config(**given, method="fedper")]  # fmt: skip
+    with pytest.raises(SweepError) as caught:
+        sweep(configs, out=[tmp_path / name for name in "abc"])
+    first, failed, third = caught.value.results
+    assert failed is None
+    same(first, others[engine][0])
+    same(third, others[engine][1])
+    assert (tmp_path / "a/result.json").exists()
+    assert (tmp_path / "c/result.json").exists()
+    assert not (tmp_path / "b/result.json").exists()
+    [failure] = caught.value.failed
+    assert (failure.method, failure.seed) == ("boom", 42)
+    assert "\n" not in failure.error
+    if options != {"where": "nan"}:
+        assert f"(method 'boom', {__file__}:" in failure.error
+
+
+@pytest.mark.usefixtures("boom")
+@pytest.mark.parametrize("options", [{"where": "begin"}, *({"program": at} for at in (3, 5, 7, -1))], ids=str)
+def test_one_that_never_trained_beside_them_leaves_no_bit_behind(options):
+    first, _, third = failing(Config(**TINY, method="fedavg"), Config(**TINY, method="boom", options=options),
+                              Config(**TINY, method="fedper")).results  # fmt: skip
+    for one, other in zip((first, third), expected(), strict=True):
+        same(one, other, atol=0)
+
+
+def failing(*configs):
+    with pytest.raises(SweepError) as caught:
+        sweep(configs)
+    return caught.value
+
+
+@pytest.mark.usefixtures("boom")
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"where": "begin"}, r"SystemExit: 3 \(method 'boom', .*test_failing_methods.py:\d+\)"),
+        ({"where": "receive"}, r"RecursionError: maximum recursion depth exceeded.*test_failing_methods.py:\d+\)"),
+        ({"where": "send"}, r"Unspeakable \(method 'boom', .*test_failing_methods.py:\d+\)"),
+        ({"program": 0}, r"ValueError: no \(method 'boom', .*test_failing_methods.py:\d+\)"),
+        ({"program": 6}, r"KeyError: 'nothing' \(method 'boom', .*test_failing_methods.py:\d+\)"),
+    ],
+)
+def test_a_single_run_says_the_same_in_one_sentence(options, sentence):
+    with pytest.raises(FedobpError, match=f"^{sentence}$") as caught:
+        Federation(Config(**TINY)).run("boom", **options)
+    assert caught.value.__cause__ is not None  # with the traceback, for whoever looks for it
+
+
+@pytest.mark.usefixtures("boom")
+def test_an_interrupt_is_no_failure(monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Boom, "receive", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        sweep([Config(**TINY, method="fedavg"), Config(**TINY, method="boom")])
+
+
+def test_a_bug_of_the_library_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(METHODS["fedper"], "receive", fail)
+    with pytest.raises(ValueError, match="no"):
+        Federation(Config(**TINY)).run("fedper")
+    error = failing(Config(**TINY, method="fedavg"), Config(**TINY, method="fedper"))
+    assert isinstance(error.__cause__, ValueError)
+    assert str(error).startswith("fedper, seed 42: ValueError: no (")
+
+
+@pytest.mark.parametrize("declared", [{"epochs": 1.5}, {"epochs": -1}, {"part": "tail"}, {"loss": Unhashable()}])
+def test_a_phase_that_means_nothing_is_refused_where_it_is_made(declared):
+    with pytest.raises((ValueError, TypeError)):
+        Train(**{"epochs": 1, **declared})
+
+
+@pytest.mark.usefixtures("boom")
+def test_causes_are_named_once_with_their_seeds():
+    configs = [Config(**TINY, method="boom", options={"where": "begin"}, seed=seed) for seed in (1, 2)]
+    error = failing(*configs, Config(**{**TINY, "method": "fedavg"}))
+    assert str(error).startswith("boom, seeds 1, 2: SystemExit: 3 (")
+    assert [one.seed for one in error.failed] == [1, 2]
+    assert str(failing(*configs)).startswith("SystemExit: 3 (method 'boom', ")
+
+
+def test_what_concerns_all_runs_is_said_once(monkeypatch):
+    monkeypatch.setattr("fedobp.federation.partition", lambda *_, **__: (_ for _ in ()).throw(FedobpError("no data")))
+    assert str(failing(Config(**TINY), Config(**TINY, method="fedavg"), Config(**TINY, seed=3))) == "no data"
