@@ -32,7 +32,7 @@ from fedobp.engine.schedule import batches_of
 from fedobp.engine.stack import Grouped, stacked
 from fedobp.errors import FedobpError
 from fedobp.evaluation import Evaluator
-from fedobp.federation import deal, engine_for, memory_for
+from fedobp.federation import batch_for, deal, engine_for, memory_for
 from fedobp.models import Model
 
 EngineName = Literal["serial", "lanes"]
@@ -212,12 +212,13 @@ class _Session:
         self._begun, self._seconds, self._progress = time.perf_counter(), seconds, progress
         progress("data", 0.0)
         self._device = torch.device(config.device)
-        # Each run's cohorts are its own; the partition stays the first one's.
-        self._configs = [replace(config, seed=config.seed + run) for run in range(runs)]
-        self._config, noisy = config, stand_in(config)
+        noisy = stand_in(config)
         self._random = noisy is not None
         self._dataset, self._shards = deal(config, noisy)
         self._data = FederatedData(self._dataset, self._shards, self._device, dtype_of(config.precision))
+        config = replace(config, batch_size=batch_for(config, [self._data]))
+        # Each run's cohorts are its own; the partition stays the first one's.
+        self._config, self._configs = config, [replace(config, seed=config.seed + run) for run in range(runs)]
         self._model = Model(config.model, self._data.shape, self._data.classes)
         self._cohorts = [list(islice(cohorts(one), _SAMPLE)) for one in self._configs]
         steps = [steps_by_round(one, self._data, who) for one, who in zip(self._configs, self._cohorts, strict=True)]

@@ -28,6 +28,8 @@ from fedobp.models import Model
 from fedobp.result import Result
 from fedobp.runs import claim
 
+_LARGE_BATCH = 1024  # whose padding no machine minds
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -103,7 +105,7 @@ class Federation:
         config, method = self.config, method or self.config.method
         kept = config.options if method == config.method else {}
         config = replace(config, method=method, options={**kept, **options})
-        [result] = _launch([(self, config, Path(out) if out else None)], progress or (lambda _: None))
+        [result] = _launch([(self, config, None if out is None else _folder(out))], progress or (lambda _: None))
         if isinstance(result, FedobpError):
             raise result
         return result
@@ -156,11 +158,17 @@ def _named(config: Config, failure: FedobpError) -> FedobpError:
     return FedobpError(f"{config.method}, seed {config.seed}: {failure}")
 
 
+def _folder(out: str | Path) -> Path:
+    if not str(out).strip():
+        raise FedobpError("`out` is empty: name a folder, or leave it out")
+    return Path(out)
+
+
 def _folders(out: Sequence[str | Path], runs: int) -> list[Path]:
     """Return the folders of a sweep's runs, each of its own and free, or say what is wrong with them."""
     if isinstance(out, str | Path) or len(out) != runs:
         raise FedobpError(f"`out` must name a folder for each of the {runs} runs")
-    folders = [Path(one) for one in out]
+    folders = [_folder(one) for one in out]
     if len(set(folders)) < runs:
         raise FedobpError("`out` names a folder twice: give each run one of its own")
     return [claim(folder) for folder in folders]
@@ -201,11 +209,18 @@ def memory_for(config: Config, what: Literal["lane", "store"]) -> float:
     return stated * 2**30 or memory_of(torch.device(config.device)) / (2 if what == "lane" else 4)
 
 
-def engine_for(config: Config, model: Model) -> Engine:
-    """Return the engine that a configuration names."""
+def engine_for(config: Config, model: Model, batch: int | None = None) -> Engine:
+    """Return the engine that a configuration names, with its batch size unless another is given."""
+    batch = batch or config.batch_size
     if config.engine == "serial":
-        return Serial(model, config.batch_size, config.precision)
-    return Lanes(model, config.batch_size, config.precision, memory_for(config, "lane"))
+        return Serial(model, batch, config.precision)
+    return Lanes(model, batch, config.precision, memory_for(config, "lane"))
+
+
+def batch_for(config: Config, data: Iterable[FederatedData]) -> int:
+    """Return the batch size, or the largest client's samples where it is far beyond them: engines pad batches."""
+    largest = max(one.size(client, "train") for one in data for client in range(one.clients))
+    return min(config.batch_size, max(_LARGE_BATCH, largest))
 
 
 def _launch(
@@ -216,7 +231,7 @@ def _launch(
     """Train runs side by side, round by round; one that fails leaves the others alone."""
     last = time.perf_counter()
     first, config, _ = plans[0]
-    engine = engine_for(config, first.model)
+    engine = engine_for(config, first.model, batch_for(config, (federation.data for federation, _, _ in plans)))
     budget = Budget(memory_for(config, "store"))
     runs = [
         Run(config, federation.model, federation.data, budget, engine, federation.partition, out, keep_models)

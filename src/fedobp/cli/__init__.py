@@ -1,12 +1,11 @@
 """The command line: parse, call, print. Heavy imports happen inside the command that needs them."""
 
 import inspect
-import io
-import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,9 @@ import typer
 
 from fedobp._version import __version__
 from fedobp.cli.data import Json, data
-from fedobp.cli.screen import console, progress, show, stopwatch
+from fedobp.cli.screen import Output, Unwritten, console, progress, show, stopwatch, tell
 from fedobp.config import Config, flag, read_config, settings
-from fedobp.errors import FedobpError, unknown
+from fedobp.errors import FedobpError, short, unknown
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.add_typer(data, name="data")
@@ -54,40 +53,64 @@ _BENCH_SETTINGS = (
 )  # fmt: skip
 
 
+_STOPPED = {130: "interrupted", 143: "terminated"}
+_NO_MEMORY = re.compile("OutOfMemoryError|can't allocate memory")  # torch's, of CUDA and of the CPU
+_MOST_RUNS = 1_000  # of a comparison
+
+
 def main() -> NoReturn:
-    """Run the command line; exit with 0 (worked), 2 (the user can put it right) or 130 (interrupted)."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show ± still gets the rest
-    if not sys.stdout.isatty():
-        os.environ.setdefault("_TYPER_FORCE_DISABLE_TERMINAL", "1")  # typer takes a CI service for a terminal
+    """Run the command line.
+
+    Exit codes: 0 it worked, also where the reader of the output has gone; 2 the user can put it right, in one sentence;
+    130 interrupted (Ctrl-C); 143 terminated (SIGTERM).
+    """
+    code: Any
+    output = Output()
     try:
-        with warnings.catch_warnings():
+        with redirect_stdout(output), warnings.catch_warnings():
             warnings.showwarning = _note
+            _refuse_blanks(sys.argv[1:])
             code = app(standalone_mode=False)
-        sys.stdout.flush()
+            output.flush()
     except FedobpError as error:
-        code = _complain(str(error))
+        code = _complain(str(error), 2000)
     except _UsageError as error:
         # typer and click each suggest the nearest command: once is enough.
-        code = _complain(re.sub(r"( Did you mean [^?]*\?)\1", r"\1", error.format_message()))
+        code = _complain(re.sub(r"( Did you mean [^?]*\?)\1", r"\1", error.format_message()), 300)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(f"{type(error).__name__}: {error}"):
+            raise
+        code = _complain("there is not enough memory: use a smaller --participation, --batch-size or --model", 300)
     except (KeyboardInterrupt, typer.Abort):
         code = 130
-    except BrokenPipeError:
-        # The reader of our output has gone (`fedobp methods | head`): that is no error, but stdout must stay quiet.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    if code == 130:
-        sys.stderr.write("interrupted\n")
+    except SystemExit as stop:  # a signal
+        code = stop.code
+    except Unwritten as error:
+        # The reader of our output has gone (`fedobp methods | head`): that is no error.
+        gone = isinstance(error.reason, BrokenPipeError)
+        code = 0 if gone else _complain(f"cannot write the output ({error.reason.strerror}): send it elsewhere", 300)
+    if code in _STOPPED:
+        tell(_STOPPED[code])
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _refuse_blanks(arguments: list[str]) -> None:
+    """Refuse arguments and values of flags that are empty or blank, or that hold what no name or path can."""
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        name, equals, value = argument.partition("=") if argument.startswith("--") else (before, "=", argument)
+        if equals and not value.strip():
+            what = name if name.startswith("--") else "an argument"
+            raise FedobpError(f"{short(what)} must not be empty: give it a value, or leave it out")
+        if "\0" in argument:
+            raise FedobpError(f"'{short(argument)}' holds a zero byte, which no name or path can")
+
+
 def _note(message: Warning | str, *_: object, **__: object) -> None:
-    sys.stderr.write(f"note: {message}\n")
+    tell(f"note: {short(message, 2000)}")
 
 
-def _complain(sentence: str) -> int:
-    sys.stderr.write(f"error: {sentence}\n")
+def _complain(sentence: str, limit: int) -> int:
+    tell(f"error: {short(sentence, limit)}")
     return 2
 
 
@@ -137,7 +160,10 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
+@app.callback(
+    invoke_without_command=True,
+    epilog="Exit codes: 0 worked, 2 something to put right, 130 interrupted, 143 terminated.",
+)
 def _root(
     context: typer.Context,
     version: Annotated[
@@ -229,6 +255,11 @@ def compare(
 
     every = [*METHODS, *plugins()]
     names = every if methods == "all" else list(dict.fromkeys(name.strip() for name in methods.split(",")))
+    if len(names) * seeds > _MOST_RUNS:
+        raise FedobpError(
+            f"--seeds {short(seeds)} of {len(names)} methods are more than the {_MOST_RUNS:,} runs that a comparison "
+            "may have: use fewer, and several comparisons with other values of --seed"
+        )
     options = _options(set_, q)
     given = {**given, "partition_options": _pairs("--partition-set", partition_set)}
     fields = {name: [spec.name for spec in method_class(name).options()] for name in names}
@@ -236,7 +267,7 @@ def compare(
         if not any(option in own for own in fields.values()):
             known = sorted({one for own in fields.values() for one in own})
             if not known:
-                raise FedobpError(f"none of these methods has options, so '{option}' cannot be set")
+                raise FedobpError(f"none of these methods has options, so '{short(option)}' cannot be set")
             raise unknown("option of these methods", option, known)
     own = {name: {option: value for option, value in options.items() if option in fields[name]} for name in names}
     first = Config(**{**given, "method": names[0], "options": own[names[0]]})
@@ -368,6 +399,6 @@ def _pairs(flag: str, pairs: list[str] | None) -> dict[str, Any]:
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():
             example = "q=0.999" if flag == "--set" else "k=3"
-            raise FedobpError(f"{flag} {pair} must be written NAME=VALUE, such as {flag} {example}")
+            raise FedobpError(f"{flag} {short(pair)} must be written NAME=VALUE, such as {flag} {example}")
         found[name.strip()] = value.strip()
     return found

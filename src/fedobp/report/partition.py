@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fedobp.config import Config
 from fedobp.data import Dataset, Shard
-from fedobp.errors import FedobpError
+from fedobp.errors import FedobpError, short
 from fedobp.files import write
 
 if TYPE_CHECKING:
@@ -152,9 +152,9 @@ def plot(dataset: Dataset, shards: Sequence[Shard], path: Path, title: str) -> N
     kinds = ("png", "pdf", "svg")
     kind = path.suffix.lower().removeprefix(".")
     if kind not in kinds:
-        raise FedobpError(f"--plot {path} must end in .png, .pdf or .svg")
+        raise FedobpError(f"--plot {short(path, 200)} must end in .png, .pdf or .svg")
     if not path.parent.is_dir():
-        raise FedobpError(f"--plot {path}: there is no folder {path.parent}; make it first")
+        raise FedobpError(f"--plot {short(path, 200)}: there is no folder {short(path.parent, 200)}; make it first")
     counts = label_counts(dataset, shards)
     clients, labels = counts.shape
     few = max(clients, labels) <= _MOST_CIRCLES
