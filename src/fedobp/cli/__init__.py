@@ -81,6 +81,11 @@ def main() -> NoReturn:
         if not isinstance(error, MemoryError) and not _NO_MEMORY.search(f"{type(error).__name__}: {error}"):
             raise
         code = _complain("there is not enough memory: use a smaller --participation, --batch-size or --model", 300)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        place = short(error.filename, 200)
+        code = _complain(f"cannot use {place} ({error.strerror}): choose another place or name", 300)
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     except SystemExit as stop:  # a signal
