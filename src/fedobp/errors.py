@@ -18,6 +18,8 @@ def short(value: object, limit: int = 60) -> str:
         text = str(value)
     except ValueError:  # a whole number of thousands of digits
         text = f"{value:#x}"
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
     if len(text) > 2 * limit:  # escapes only make it longer
         text = text[:limit] + text[-limit:]
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

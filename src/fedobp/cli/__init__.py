@@ -73,7 +73,7 @@ def main() -> NoReturn:
             code = app(standalone_mode=False)
             output.flush()
     except FedobpError as error:
-        code = _complain(str(error), 2000)
+        code = _complain(str(error), 1000)
     except _UsageError as error:
         # typer and click each suggest the nearest command: once is enough.
         code = _complain(re.sub(r"( Did you mean [^?]*\?)\1", r"\1", error.format_message()), 300)
@@ -111,7 +111,7 @@ def _refuse_blanks(arguments: list[str]) -> None:
 
 
 def _note(message: Warning | str, *_: object, **__: object) -> None:
-    tell(f"note: {short(message, 2000)}")
+    tell(f"note: {short(message, 1000)}")
 
 
 def _complain(sentence: str, limit: int) -> int:
