@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from fedobp.errors import FedobpError, short, unknown
-from fedobp.options import Option
+from fedobp.options import LARGEST, Option
 
 _LONGEST = 2**20  # bytes of a configuration file
 # Settings that are tables of options, and those that a partition is made with.
@@ -280,8 +280,7 @@ def _checked(spec: Field[Any], value: Any) -> Any:
             noun = "whole number" if spec.type is int else "number"
             raise FedobpError(f"{flag(spec.name)} must be a {noun}, not '{short(value)}'")
         bounds = dict(spec.metadata["bounds"])
-        if spec.type is int:
-            bounds.setdefault("high", 2**31 - 1)
+        bounds.setdefault("high", 2**31 - 1 if spec.type is int else LARGEST)
         broken = {
             "low": lambda bound: value < bound,
             "above": lambda bound: value <= bound,

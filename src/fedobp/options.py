@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 from fedobp.errors import FedobpError, short, unknown
 
 Option = float | int | str
+LARGEST = 3.4e38  # what float32 can hold
 _MOST = 1_000
 
 
@@ -60,9 +61,10 @@ def _checked(owner: str, spec: Field[Any], value: Option) -> Option:
         noun = "whole number" if kind is int else "number"
         raise FedobpError(f"{where} must be a {noun}, not '{short(value)}'") from None
     low, high = meta["low"], meta["high"]
-    if kind is int and number > (most := high or _MOST):
-        raise FedobpError(f"{where} must be at most {most}, not {short(value)}")
-    if (low is not None and number < low) or (high is not None and number > high):
-        span = f"between {low} and {high}" if kind is float and high is not None else f"at least {low}"
+    most = high if high is not None else _MOST if kind is int else LARGEST
+    least = low if low is not None else -LARGEST
+    if not least <= number <= most:
+        bound = f"at least {least}" if number < least else f"at most {most}"
+        span = f"between {low} and {high}" if kind is float and high is not None else bound
         raise FedobpError(f"{where} must be {span}, not {short(value)}")
     return number
