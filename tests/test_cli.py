@@ -2,20 +2,28 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import tomllib
 import warnings
+from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 import fedobp
+from fedobp import cli
 from fedobp.algorithms import METHODS
+from fedobp.federation import deal
+from fedobp.report.partition import heat_map
+from fedobp.report.tables import compare_table, datasets_table, methods_table, run_table, summarise
 from fedobp.runs import load_state_dict
 
 TINY = ("--clients", 5, "--rounds", 2, "--epochs", 1, "--model", "mlp")
@@ -301,15 +309,45 @@ def test_methods_lists_ideas_options_and_papers(command):
         (["data", "show", "nothing"], "unknown dataset"),
         (["data", "import", "mine", "none.npz"], "there is no file"),
         (["data", "import", "Bad Name", "none.npz"], "cannot name a dataset"),
+        (["run", "--out", ""], "--out must not be empty"),
+        (["run", "--out=  "], "--out must not be empty"),
+        (["compare", "--methods", ""], "--methods must not be empty"),
+        (["partition", "--save", ""], "--save must not be empty"),
+        (["partition", "--plot", " "], "--plot must not be empty"),
+        (["bench", "--data-dir="], "--data-dir must not be empty"),
+        (["data", "list", "--data-dir", ""], "--data-dir must not be empty"),
+        (["data", "show", ""], "an argument must not be empty"),
+        (["run", "--out", "a\0b"], "'a\\x00b' holds a zero byte"),
+        (["run", "--set", "q=" + "9" * 5000], "must be a number, not '999"),
+        (["run", "--set", "two\nlines"], r"--set two\nlines must be written NAME=VALUE"),
+        (["run", "--method", "two\nlines"], r"--method must be readable text, not 'two\nlines'"),
+        (["run", "--rounds", "9" * 5000], "is not a valid int"),
+        (["run", "--rounds", "two\nlines"], r"'two\nlines' is not a valid int"),
+        (["run", "--" + "x" * 5000], "No such option"),
+        (["x" * 5000], "No such command"),
+        (["run", "x" * 5000], "unexpected extra argument"),
+        (["run", "--out", "x" * 300, "--rounds", "1"], "cannot write xxx"),
+        (["run", "--data-dir", "x" * 300, "--dataset", "mnist"], "xxx"),
+        (["run", "--config", "x" * 300], "cannot read the configuration xxx"),
+        (["compare", "--seeds", "100000000"], "--seeds 100000000 of 5 methods are more than the 1,000 runs"),
+        (["compare", "--seeds", "1" + "0" * 30], "more than the 1,000 runs"),
+        (["compare", "--methods", "fedavg", "--seeds", "1001"], "--seeds 1001 of 1 methods are more than"),
+        (["compare", "--seeds", "2", "--seed", "4294967295"], "--seed must be at most 4294967295"),
+        (["bench", "--runs", "100000000"], "--runs must be between 1 and 1000"),
+        (["run", "--weight-decay", "1e30", "--rounds", "2"], "use a smaller --weight-decay (it is 1e+30)"),
+        (["run", "--method", "fedprox", "--set", "mu=1e9", "--rounds", "2"], "use a smaller --set mu (it is 1e+09)"),
     ],
+    ids=map(str, count()),
 )
 @pytest.mark.parametrize("as_json", [False, True])
 def test_what_the_user_can_put_right_is_one_sentence_and_exit_code_2(command, arguments, sentence, as_json):
-    said = command(*arguments, *(["--json"] if as_json and arguments != ["rnu"] else []))
+    said = command(*arguments, *(["--json"] if as_json and len(arguments) > 1 else []))
     assert said.code == 2
     assert said.out == ""
     assert said.err.startswith("error: ")
     assert said.err.count("\n") == 1
+    assert said.err.strip().isprintable()
+    assert len(said.err) < 500
     assert sentence in said.err
 
 
@@ -324,6 +362,38 @@ def test_an_unwritable_folder_is_refused(command):
     said = command("run", *TINY, "--out", "file/run")
     assert said.code == 2
     assert "cannot write" in said.err
+
+
+def test_a_batch_larger_than_all_data_is_all_data(command):
+    sizes = (2**31 - 1, 2000)
+    whole, same = (command("run", *TINY, "--batch-size", size, "--json").json for size in sizes)
+    assert whole["history"] == same["history"]
+    said = command("bench", "--dataset", "digits", "--model", "mlp", "--seconds", 1, "--batch-size", sizes[0], "--json")
+    assert said.json["batch_size"] == 1024
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+    ],
+    ids=["python", "cuda", "cpu"],
+)
+def test_too_little_memory_is_one_sentence(command, monkeypatch, error):
+    monkeypatch.setattr("fedobp.federation.Federation.run", Mock(side_effect=error))
+    said = command("run")
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith("error: there is not enough memory: use a smaller --participation")
+
+
+def test_an_error_of_ours_is_not_hidden(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["fedobp", "methods"])
+    for error in (RuntimeError("a bug"), OSError("a bug")):
+        monkeypatch.setattr("fedobp.cli.show", Mock(side_effect=error))
+        with pytest.raises(type(error), match="a bug"):
+            cli.main()
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["run", "--help"], ["data"], ["data", "import", "--help"]])
@@ -398,16 +468,149 @@ def test_interrupting_a_run_exits_130_without_a_traceback_and_keeps_the_metrics(
         assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in err
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
     assert [json.loads(line)["round"] for line in metrics.read_text().splitlines()][:3] == [1, 2, 3]
+    assert not list(tmp_path.rglob("*.part"))
 
 
-def test_a_reader_that_goes_away_is_no_error():
-    process = subprocess.run(
-        f"{sys.executable} -m fedobp methods | head -n 1; exit ${{PIPESTATUS[0]}}",
-        shell=True, executable="/bin/bash", capture_output=True, text=True,
-    )  # fmt: skip
-    assert process.returncode == 0
-    assert process.stderr == ""
+# Each sends its own process a signal at a certain moment.
+STOP = "import os, signal, sys; stop = lambda number=signal.SIGINT: os.kill(os.getpid(), number)\n"
+MOMENTS = {
+    "in a command": """
+import fedobp.cli
+fedobp.cli.app = lambda **_: stop()
+""",
+    "in a command, by SIGTERM": """
+import fedobp.cli
+fedobp.cli.app = lambda **_: stop(signal.SIGTERM)
+""",
+    "in an import": """
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            stop()
+sys.meta_path.insert(0, Finder())
+sys.argv = ["fedobp", "--version"]
+""",
+    "in an import of a command": """
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            try:
+                stop()
+            except BaseException:
+                raise ImportError("as extension modules do")
+sys.meta_path.insert(0, Finder())
+sys.argv = ["fedobp", "methods"]
+""",
+    "again while the first unwinds": """
+import fedobp.cli
+def run():
+    try:
+        stop()
+    finally:
+        stop()
+        print("too late")
+fedobp.cli.main = run
+""",
+    "after the end": """
+import atexit
+atexit.register(stop)
+sys.argv = ["fedobp", "--version"]
+""",
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_to_stop_leaves_a_word_and_its_exit_code(moment):
+    code = STOP + MOMENTS[moment] + "from fedobp.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said = (143, "terminated\n") if "SIGTERM" in moment else (130, "interrupted\n")
+    assert (done.returncode, done.stderr) == said
+    assert "too late" not in done.stdout
+
+
+def test_a_signal_that_the_caller_ignores_stays_ignored():
+    code = STOP + "signal.signal(signal.SIGINT, signal.SIG_IGN); import atexit; atexit.register(stop)\n"
+    code += "sys.argv = ['fedobp', '--version']; from fedobp.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"fedobp {fedobp.__version__}\n", "")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("run", *TINY, "--out", "here"), ("methods", "--json")])
+@pytest.mark.parametrize("stream", ["gone", "closed", "full"])
+def test_standard_output_may_be_gone_closed_or_full(command, monkeypatch, arguments, stream):
+    if stream == "gone":
+        reader, writer = os.pipe()
+        os.close(reader)
+        output = os.fdopen(writer, "w")
+    else:
+        output = Path("/dev/full").open("w") if stream == "full" else None  # noqa: SIM115
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", output)
+        said = command(*arguments)
+        sys.stdout.close()  # what it still holds goes nowhere
+    full = "error: cannot write the output (No space left on device): send it elsewhere\n"
+    assert (said.code, said.err) == ((2, full) if stream == "full" else (0, ""))
+    assert "run" not in arguments or Path("here/result.json").exists()
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(("arguments", "code"), [("--version", 0), ("run --rounds x", 2)])
+def test_the_exit_code_does_not_depend_on_who_reads(closed, arguments, code):
+    line = f"{sys.executable} -m fedobp {arguments} {closed}"
+    done = subprocess.run(line, shell=True, executable="/bin/bash", capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_files_do_not_take_the_numbers_of_closed_streams(tmp_path):
+    code = "import os, sys; from fedobp.cli.screen import Output; Output(); sys.exit(os.open('file', os.O_CREAT))"
+    done = subprocess.run(
+        f'{sys.executable} -c "{code}" <&- >&- 2>&-', shell=True, executable="/bin/bash", cwd=tmp_path
+    )
+    assert done.returncode > 2
+
+
+WIDTHS = [20, 40, 60, 80, 200]
+
+
+@pytest.fixture(scope="module")
+def results():
+    tiny = {"clients": 5, "rounds": 1, "epochs": 1, "model": "mlp", "holdout_clients": 1}
+    names = ("fedavg-last", "local")
+    return fedobp.sweep([fedobp.Config(**tiny, method=name, seed=seed) for seed in (1, 2) for name in names])
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_names_and_accuracies_are_never_cut(columns, results):
+    shown = rendered(compare_table(results), columns)
+    for row in summarise(results):
+        value = rf"{row['pooled']['mean']:.2f} ±\s+{row['pooled']['std']:.2f}"
+        assert re.search(rf"^ ?{row['method']}\s+(pooled: )?{value}", shown, re.MULTILINE)
+    assert ("seconds.\n" in shown) == (columns in (40, 60, 80))  # too narrow for a column, which is named below
+    for name, accuracy in (("as served", results[0].accuracy), ("own last local model", results[0].last)):
+        value = f"{accuracy.pooled:.2f}"
+        line = rf"^ ?{name}\s+(pooled: )?{value}"
+        assert re.search(line, rendered(run_table(results[0]), columns), re.MULTILINE)
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_lists_and_maps_fit_too(command, columns):
+    rows = command("methods", "--json").json["methods"]
+    assert all(row["name"] in rendered(methods_table(rows), columns) for row in rows)
+    rows = command("data", "list", "--json").json["datasets"]
+    assert all(row["name"] in rendered(datasets_table(rows), columns) for row in rows)
+    dataset, shards = deal(fedobp.Config(clients=5, holdout_clients=1))
+    shown = rendered(heat_map(dataset, shards, columns), columns)
+    assert len([line for line in shown.splitlines() if re.match(r" {5}\d ", line)]) == 5  # a line for each client
+
+
+def rendered(table, columns):
+    """Return a table as a terminal shows it; nothing may be cut or too wide."""
+    console = Console(width=columns, color_system=None)
+    with console.capture() as shown:
+        console.print(table)
+    assert "…" not in shown.get()
+    assert max(map(len, shown.get().splitlines())) <= columns
+    return shown.get()

@@ -1,4 +1,7 @@
+import os
 import tomllib
+from itertools import count
+from pathlib import Path
 
 import pytest
 
@@ -104,7 +107,7 @@ def test_the_cosine_schedule_starts_at_lr_and_halves_midway():
         ({"protocol": "paper", "rounds": 99}, "at least 100 rounds"),
         ({"model": 3}, "--model must be a text"),
         ({"data_dir": "\udcff"}, "--data-dir must be readable text"),
-        ({"rounds": 10**500}, "--rounds must be at most 2147483647"),
+        ({"rounds": 10**500}, "--rounds must be at most 1000000"),
         ({"batch_size": 10**30}, "--batch-size must be at most"),
         ({"lr": None}, "--lr must be a number"),
         ({"lr": 10**400}, "--lr must be a number"),
@@ -112,6 +115,28 @@ def test_the_cosine_schedule_starts_at_lr_and_halves_midway():
         ({"method": None}, "--method must be a text"),
         ({"lr": -1.0}, "--lr must be above 0"),
         ({"options": {"p": 1}}, "option of fedobp"),
+        ({"rounds": 1_000_001}, "--rounds must be at most 1000000"),
+        ({"epochs": 2**31 - 1}, "--epochs must be at most 1000"),
+        ({"finetune_epochs": 1001}, "--finetune-epochs must be at most 1000"),
+        ({"rounds": 2**20000}, "--rounds must be at most"),
+        ({"lr": 2**20000}, "--lr must be a number, not '0x1000"),
+        ({"engine": 2**20000}, "unknown value of --engine '0x1000"),
+        ({"model": "x" * 500}, f"unknown model '{'x' * 30}…{'x' * 29}'"),
+        ({"data_dir": ""}, "--data-dir must not be empty"),
+        ({"method": " "}, "--method must not be empty"),
+        ({"partition_file": ""}, "--partition-file must not be empty"),
+        ({"options": {"q": "many\nlines"}}, r"must be a number, not 'many\nlines'"),
+        ({"options": {"q": 2**20000}}, "option 'q' of fedobp must be a number, not '0x1000"),
+        ({"method": "fedprox", "options": {"mu": "inf"}}, "option 'mu' of fedprox must be a number, not 'inf'"),
+        ({"method": "fedprox", "options": {"mu": float("nan")}}, "option 'mu' of fedprox must be a number"),
+        (
+            {"method": "fedavg-ft", "options": {"finetune": 2**63}},
+            "option 'finetune' of fedavg-ft must be at most 1000",
+        ),
+        ({"method": "fedavg-ft", "options": {"finetune": 10**30}}, "must be at most 1000, not 1000000"),
+        ({"method": "fedavg-ft", "options": {"finetune": "1e3"}}, "must be a whole number"),
+        ({"method": "fedavg-ft", "options": {"finetune": 2.5}}, "must be a whole number, not '2.5'"),
+        ({"partition": "classes", "partition_options": {"k": 2**63}}, "option 'k' of classes must be at most 1000000"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(wrong, sentence):
@@ -167,18 +192,48 @@ def test_toml_holds_everything_and_reads_back(tmp_path):
         ("seed = " + "9" * 5000, "not valid TOML"),
         ("options = 3", r"write \[options\]"),
         ("partition_options = 3", r"write \[partition_options\]"),
+        ("seed = " + "[" * 5000, "not valid TOML"),
+        ("a" * 5000 + ".a" * 5000 + " = 1", "unknown setting"),
+        ("seed = 1\nseed = 2", "not valid TOML"),
+        (b"\xff\xfe", "not valid TOML"),
+        (b"\0" * 100, "not valid TOML"),
+        ("#" * 2**21, "longer than any"),
+        (f'"{"a" * 5000}" = 1', "unknown setting"),
+        ('"a\\nb" = 1', r"unknown setting in .* 'a\\nb'"),
     ],
+    ids=map(str, count()),
 )
 def test_a_bad_configuration_file_is_refused(tmp_path, text, sentence):
     path = tmp_path / "config.toml"
-    path.write_text(text)
-    with pytest.raises(FedobpError, match=sentence):
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(FedobpError, match=sentence) as caught:
         read_config(path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
 
 
 def test_a_missing_configuration_file_is_refused(tmp_path):
     with pytest.raises(FedobpError, match="cannot read"):
         read_config(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    "where", ["seed", "model", "lr", "engine", "options.q", "options.score", "partition_options.k"]
+)
+def test_a_deeply_nested_value_is_refused(tmp_path, where):
+    path = tmp_path / "config.toml"
+    path.write_text(f'partition = "classes"\n{where}{".a" * 5000} = 1')
+    with pytest.raises(FedobpError, match="a deeply nested dict"):
+        Config(**read_config(path))
+
+
+@pytest.mark.parametrize("place", ["/dev/zero", "folder", "pipe"])
+def test_what_is_no_configuration_file_is_refused_without_reading_it(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    os.mkfifo("pipe")
+    with pytest.raises(FedobpError, match="is no file"):
+        read_config(Path(place))
 
 
 def test_every_setting_has_a_help_text():

@@ -1,8 +1,10 @@
 """The one exception, and the near miss in its sentence."""
 
+from itertools import count
+
 import pytest
 
-from fedobp.errors import FedobpError, unknown
+from fedobp.errors import FedobpError, short, unknown
 
 
 def test_unknown_suggests_the_nearest_name_and_lists_all():
@@ -33,3 +35,35 @@ def test_the_exception_is_not_one_that_python_raises_itself():
     assert FedobpError.__mro__ == (FedobpError, Exception, BaseException, object)
     with pytest.raises(FedobpError, match="what is wrong: what to do"):
         raise FedobpError("what is wrong: what to do")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("fedobp", "fedobp"),
+        (0.5, "0.5"),
+        ("two\nlines\t\x1b[1m\udcff", r"two\nlines\t\x1b[1m\udcff"),
+        ("ü", "ü"),
+        ("", ""),
+        ("a" * 60, "a" * 60),
+        ("a" * 50 + "b" * 50, "a" * 30 + "…" + "b" * 29),
+        ("\n" * 31, r"\n" * 15 + "…n" + r"\n" * 14),
+        (2**20000, "0x1" + "0" * 27 + "…" + "0" * 29),
+        ("a" * 10**7, "a" * 30 + "…" + "a" * 29),
+    ],
+    ids=map(str, count()),
+)
+def test_a_quoted_value_is_one_short_line(value, text):
+    assert short(value) == text
+    assert len(text) <= 60
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 60])
+def test_a_quoted_value_has_the_length_that_it_may_have(limit):
+    assert len(short("\0" * 500, limit)) == limit
+    assert short("ab", 2) == "ab"
+
+
+def test_unknown_shortens_the_name_and_those_that_are_known():
+    said = str(unknown("column", "z" * 10**6, ["a" * 500, "line\nbreak"]))
+    assert said == f"unknown column '{short('z' * 100)}': known are {short('a' * 500)}, line\\nbreak"

@@ -202,7 +202,7 @@ def test_a_diverging_run_names_round_and_client_and_keeps_its_metrics(tmp_path, 
     # Each step multiplies the weights by 1 - 0.01 * 400 = -3: float32 overflows after a dozen rounds.
     wild = {"weight_decay": 400.0, "rounds": 50, "precision": "fp32", "eval_every": eval_every}
     federation = Federation(Config(**{**TINY, **wild, "engine": engine}))
-    with pytest.raises(FedobpError, match=r"round \d+, client \d: .* smaller --lr") as caught:
+    with pytest.raises(FedobpError, match=r"round \d+, client \d: .* smaller --weight-decay") as caught:
         federation.run("fedavg", out=tmp_path / "run")
     reached = int(str(caught.value).split()[1].rstrip(","))
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -12,11 +12,11 @@ Everything a caller can put right is raised as `FedobpError`. Names are loaded o
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from fedobp._version import __version__
 from fedobp.errors import FedobpError
 
+TYPE_CHECKING = False  # `typing` alone takes longer to load than all that is above
 if TYPE_CHECKING:
     from fedobp.config import Config
     from fedobp.evaluation import Accuracy
@@ -43,7 +43,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'fedobp' has no attribute '{name}'")
     return getattr(import_module(f"fedobp.{_HOMES[name]}"), name)

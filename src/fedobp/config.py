@@ -14,9 +14,10 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from fedobp.errors import FedobpError, unknown
-from fedobp.options import Option
+from fedobp.errors import FedobpError, short, unknown
+from fedobp.options import LARGEST, Option
 
+_LONGEST = 2**20  # bytes of a configuration file
 # Settings that are tables of options, and those that a partition is made with.
 _TABLES = ("options", "partition_options")
 _DEALT = ("clients", "partition", "partition_options", "alpha", "partition_seed", "val_ratio", "holdout_clients")
@@ -78,9 +79,9 @@ class Config:
         None, "Scaling: by constants, by the training parts, ... (default: dataset for the paper's eight; else train)"
     )
     model: str = _federation(None, "Model (default: cnn; digits: cnn-small; tables: mlp)")
-    rounds: int = _training(None, "Number of rounds (default: 400; digits: 60)", low=1)
+    rounds: int = _training(None, "Number of rounds (default: 400; digits: 60)", low=1, high=1_000_000)
     participation: float = _training(None, "Share of clients in a round (default: 0.1; digits: 0.2)", above=0, high=1)
-    epochs: int = _training(5, "Local epochs of a visit", low=1)
+    epochs: int = _training(5, "Local epochs of a visit", low=1, high=1_000)
     batch_size: int = _training(32, "Samples in a batch; batches of one sample are skipped", low=2)
     lr: float = _training(0.01, "Learning rate of local SGD", above=0)
     momentum: float = _training(0.0, "Momentum of local SGD; it starts anew at each visit", low=0, below=1)
@@ -90,7 +91,9 @@ class Config:
     sampling: Sampling = _training("keyed", "Clients of a round: by hash, or the authors' own stream (published)")
     protocol: ProtocolName = _evaluation("default", "Last round, or paper: best of rounds 100/200/300/400, pooled")
     eval_every: int = _evaluation(None, "Rounds between evaluations (default: a twentieth of the rounds)", low=1)
-    finetune_epochs: int = _evaluation(0, "Also report every client's model after this many more local epochs", low=0)
+    finetune_epochs: int = _evaluation(
+        0, "Also report every client's model after this many more local epochs", low=0, high=1_000
+    )
     engine: EngineName = _machine("auto", "How clients are run: all at once (lanes, auto's choice), or one by one")
     device: DeviceName = _machine("auto", "Where to compute; auto takes CUDA where there is one")
     precision: Precision = _machine(
@@ -159,12 +162,15 @@ class Config:
             if spec.name not in _DEALT:
                 continue
             if spec.name not in saved or (spec.name in _TABLES and not isinstance(saved[spec.name], dict)):
-                raise FedobpError(f"the partition {path} does not say its {spec.name}: save it anew")
+                raise FedobpError(f"the partition {short(path, 200)} does not say its {spec.name}: save it anew")
             given, value = getattr(self, spec.name), saved[spec.name]
             if given not in (None, {}, value):
                 asked = f"--partition-set {_pairs(given)}" if spec.name in _TABLES else f"{flag(spec.name)} {given}"
                 made = (_pairs(value) or "no options") if isinstance(value, dict) else value
-                raise FedobpError(f"{asked} is not what the partition {path} was made with ({made}): leave it out")
+                raise FedobpError(
+                    f"{short(asked)} is not what the partition {short(path, 200)} was made with ({short(made)}): leave "
+                    "it out"
+                )
             self._set(spec.name, value if spec.name in _TABLES else _checked(spec, value))
 
     def _settle_machine(self) -> None:
@@ -257,23 +263,31 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def read_toml(path: Path, kind: str) -> tuple[str, dict[str, Any]]:
     """Return a TOML file's text and what it holds; `kind` says which file is meant."""
+    where = short(path, 200)
     try:
-        text = path.read_text(encoding="utf-8")
+        if path.exists() and not path.is_file():  # a pipe may never end
+            raise FedobpError(f"the configuration {where} is no file: give {kind}")
+        with path.open("rb") as file:
+            content = file.read(_LONGEST + 1)
+        if len(content) > _LONGEST:
+            raise FedobpError(f"the configuration {where} is longer than any: give {kind}")
+        text = content.decode()
         return text, tomllib.loads(text)
     except OSError as error:
-        raise FedobpError(f"cannot read the configuration {path} ({error.strerror}): give {kind}") from error
-    except ValueError as error:  # TOMLDecodeError, and a number of thousands of digits
-        raise FedobpError(f"{path} is not valid TOML ({error}): compare it with {kind}") from error
+        raise FedobpError(f"cannot read the configuration {where} ({error.strerror}): give {kind}") from error
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, a number of thousands of digits, deep nesting
+        raise FedobpError(f"{where} is not valid TOML ({short(error, 120)}): compare it with {kind}") from error
 
 
 def check_settings(given: Mapping[str, Any], path: Path, known: Sequence[str]) -> None:
     """Refuse names of settings that are not known, and tables of options that are none."""
+    where = short(path, 200)
     for name in given:
         if name not in known:
-            raise unknown(f"setting in {path}", name, known)
+            raise unknown(f"setting in {where}", name, known)
     for table in _TABLES:
         if not isinstance(given.get(table, {}), dict):
-            raise FedobpError(f"`{table}` in {path} must be a table of options: write [{table}]")
+            raise FedobpError(f"`{table}` in {where} must be a table of options: write [{table}]")
 
 
 def run_name(config: Config) -> str:
@@ -291,16 +305,15 @@ def _checked(spec: Field[Any], value: Any) -> Any:
     choices = get_args(spec.type)
     if choices and isinstance(choices[0], str):
         if value not in choices:
-            raise unknown(f"value of {flag(spec.name)}", str(value), choices)
+            raise unknown(f"value of {flag(spec.name)}", short(value), choices)
         return value
     if spec.type in (int, float):
         right = isinstance(value, int if spec.type is int else (int, float)) and not isinstance(value, bool)
         if not right or (spec.type is float and not abs(value) <= sys.float_info.max):
             noun = "whole number" if spec.type is int else "number"
-            raise FedobpError(f"{flag(spec.name)} must be a {noun}, not {value!r}")
+            raise FedobpError(f"{flag(spec.name)} must be a {noun}, not '{short(value)}'")
         bounds = dict(spec.metadata["bounds"])
-        if spec.type is int:
-            bounds.setdefault("high", 2**31 - 1)
+        bounds.setdefault("high", 2**31 - 1 if spec.type is int else LARGEST)
         broken = {
             "low": lambda bound: value < bound,
             "above": lambda bound: value <= bound,
@@ -313,9 +326,11 @@ def _checked(spec: Field[Any], value: Any) -> Any:
                 raise FedobpError(f"{flag(spec.name)} must be {words[name]} {bound}")
         return spec.type(value)
     if not isinstance(value, str):
-        raise FedobpError(f"{flag(spec.name)} must be a text, not {value!r}")
+        raise FedobpError(f"{flag(spec.name)} must be a text, not '{short(value)}'")
     if not value.isprintable():
-        raise FedobpError(f"{flag(spec.name)} must be readable text, not {value!r}")
+        raise FedobpError(f"{flag(spec.name)} must be readable text, not '{short(value)}'")
+    if not value.strip():
+        raise FedobpError(f"{flag(spec.name)} must not be empty: give it a value, or leave it out")
     return value
 
 

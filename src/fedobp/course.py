@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedobp.algorithms import Moment, method_class
+from fedobp.algorithms import Method, Moment, method_class
 from fedobp.config import Config, side_by_side
 from fedobp.data import FederatedData
 from fedobp.engine import Budget, Engine, Population, Store, Task, Trained, diverged, pooled_gradient
@@ -151,7 +151,8 @@ class Run(Course):
         now = self.turns.pop(0)
         self.receive(now, answer)
         seen = Arriving(answer.loss), Arriving(answer.finite)
-        self.costs.append(_Cost(now, self.config.lr_at(now.round), *seen, Payload(self.down), Payload(answer.up)))
+        hp = self.numbers(self.config.lr_at(now.round))
+        self.costs.append(_Cost(now, hp, *seen, Payload(self.down), Payload(answer.up)))
         self.seen += answer.seen
         self.samples += sum(self.data.size(client, "train") for client in now.cohort.tolist())
 
@@ -163,11 +164,11 @@ class Run(Course):
         round = self.costs[0].now.round
         due = self._due(round)
         while self.pending:
-            self._log(_settled(self.pending.pop(0)))
+            self._log(_settled(self.pending.pop(0), self.method))
         if self.data.x.is_cuda and not due:
             self.pending = [self.costs]
             return
-        line = _settled(self.costs)
+        line = _settled(self.costs, self.method)
         try:
             if due:
                 self.reports.append(self._evaluate(round))
@@ -259,19 +260,19 @@ class _Cost:
     """What a turn cost, as tensors that a device may still be computing."""
 
     now: Moment
-    lr: float
+    hp: Mapping[str, float]
     loss: Arriving
     finite: Arriving
     down: Payload
     up: Payload
 
 
-def _settled(turns: Sequence[_Cost]) -> dict[str, Any]:
+def _settled(turns: Sequence[_Cost], method: Method) -> dict[str, Any]:
     """Wait for a round's numbers, and return them as a line of the log."""
     for turn in turns:
         finite = turn.finite.value()
         if not finite.all():
-            raise diverged(turn.now, finite, turn.lr)
+            raise diverged(turn.now, finite, turn.hp, method)
     losses = [loss for turn in turns for loss in turn.loss.value().tolist() if not math.isnan(loss)]
     return {
         "round": turns[0].now.round,

@@ -1,13 +1,40 @@
 """The one exception for what a caller can put right, and sentences that suggest the near miss."""
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 _LISTED = 50  # a table may have thousands of columns
 
 
 class FedobpError(Exception):
     """Something the caller can put right: its text is one sentence that says what is wrong and what to do."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked the process to stop: nothing that isolates a run's failure may hold it up."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.code = 128 + number  # what shells expect
+
+
+def short(value: object, limit: int = 60) -> str:
+    """Return a value as one line of at most `limit` characters, for an error to quote.
+
+    Control characters are escaped; `…` stands for what was left out of the middle.
+    """
+    try:
+        text = str(value)
+    except ValueError:  # a whole number of thousands of digits
+        text = f"{value:#x}"
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
+    if len(text) > 2 * limit:  # escapes only make it longer
+        text = text[:limit] + text[-limit:]
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if len(line) <= limit:
+        return line
+    head = limit // 2
+    return f"{line[:head]}…{line[len(line) - limit + head + 1 :]}"
 
 
 def described(error: BaseException) -> str:
@@ -21,9 +48,12 @@ def described(error: BaseException) -> str:
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> FedobpError:
     """Return the error for a name that does not exist, with the nearest one that does; of very many, the first."""
+    from difflib import get_close_matches
+
     names = list(known)
     lowered = {one.lower(): one for one in names}
     near = get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
-    hint = f"did you mean '{lowered[near[0]]}'? " if near else ""
+    hint = f"did you mean '{short(lowered[near[0]])}'? " if near else ""
     rest = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
-    return FedobpError(f"unknown {kind} '{name}': {hint}known are {', '.join(names[:_LISTED])}{rest}")
+    listed = ", ".join(map(short, names[:_LISTED]))
+    return FedobpError(f"unknown {kind} '{short(name)}': {hint}known are {listed}{rest}")

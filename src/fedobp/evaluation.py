@@ -228,7 +228,7 @@ class Evaluator:
         served = self._engine.serve(task)
         finite = served["theta"].isfinite().all(dim=1)
         if not finite.all():
-            raise diverged(task.now, finite, task.hp["lr"])
+            raise diverged(task.now, finite, task.hp, self._method)
         return served
 
     def _cold(self, moment: Callable[[Tensor], Moment], server: Tensors, rows: Store, hp: Mapping[str, float]) -> Cold:
@@ -250,7 +250,7 @@ class Evaluator:
             found["served"] += test(task)
             [answer] = engine.train([replace(task, program=method.local(model, now))])
             if not answer.finite.all():
-                raise diverged(now, answer.finite, hp["lr"])
+                raise diverged(now, answer.finite, hp, method)
             # Each by itself: a method may make records of a cohort's members from one another's uploads.
             alone = [
                 method.receive(

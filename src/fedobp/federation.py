@@ -109,7 +109,7 @@ class Federation:
         config, method = self.config, method or self.config.method
         kept = config.options if method == config.method else {}
         config = replace(config, method=method, options={**kept, **options})
-        [result] = _launch([(self, config, Path(out) if out else None)], progress or (lambda _: None))
+        [result] = _launch([(self, config, None if out is None else _folder(out))], progress or (lambda _: None))
         if isinstance(result, BaseException):
             raise result
         return result
@@ -209,11 +209,17 @@ def _sentence(error: BaseException) -> str:
     return f"{described(error)} ({frame.f_code.co_filename}:{line})"
 
 
+def _folder(out: str | Path) -> Path:
+    if not str(out).strip():
+        raise FedobpError("`out` is empty: name a folder, or leave it out")
+    return Path(out)
+
+
 def _folders(out: Sequence[str | Path], runs: int) -> list[Path]:
     """Return the folders of a sweep's runs, each of its own and free, or say what is wrong with them."""
     if isinstance(out, str | Path) or len(out) != runs:
         raise FedobpError(f"`out` must name a folder for each of the {runs} runs")
-    folders = [Path(one) for one in out]
+    folders = [_folder(one) for one in out]
     if len(set(folders)) < runs:
         raise FedobpError("`out` names a folder twice: give each run one of its own")
     return [claim(folder) for folder in folders]

@@ -2,18 +2,19 @@
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from fedobp.errors import FedobpError
+from fedobp.errors import FedobpError, short
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a file that takes the path's place when it is complete, and vanishes if it does not get there."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    beside = _beside(path)
     try:
         try:
             with beside.open("wb") as file:
@@ -33,11 +34,51 @@ def write(path: Path, content: bytes) -> None:
         file.write(content)
 
 
+def write_new(path: Path, content: bytes) -> None:
+    """Write a whole file where there is none; of several processes that try, one succeeds.
+
+    A run's folder is claimed this way, by the file that says what runs there.
+    """
+    beside = _beside(path)
+    try:
+        try:
+            with beside.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(beside, path)
+            except FileExistsError:
+                raise
+            except OSError:  # a file system without hard links: as exclusive, though a reader may find half of it
+                with path.open("xb") as file:
+                    file.write(content)
+        finally:
+            beside.unlink(missing_ok=True)
+    except FileExistsError as error:
+        raise taken(path) from error
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def _beside(path: Path) -> Path:
+    """Return a name in the same folder that nobody else writes to."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
+
+
 def write_json(path: Path, value: object) -> None:
     """Write a value as a JSON file for people and machines."""
     write(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
-def unwritable(path: Path, error: OSError) -> FedobpError:
+def taken(path: Path) -> FedobpError:
+    """Return the error for a folder that holds a file of a run."""
+    return FedobpError(
+        f"{short(path.parent, 200)} already holds a run ({path.name}): choose another --out, nothing was overwritten"
+    )
+
+
+def unwritable(path: Path, error: OSError | ValueError) -> FedobpError:
     """Return the error for a file or folder that cannot be written."""
-    return FedobpError(f"cannot write {path} ({error.strerror or error}): choose another place, or make room there")
+    reason = getattr(error, "strerror", None) or error  # a ValueError: no path has such characters
+    return FedobpError(f"cannot write {short(path, 200)} ({reason}): choose another place, or make room there")

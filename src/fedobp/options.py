@@ -1,18 +1,24 @@
 """Options of methods and partitions: fields of a frozen dataclass, each with its meaning, range and choices."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Self
 
-from fedobp.errors import FedobpError, unknown
+from fedobp.errors import FedobpError, short, unknown
 
 Option = float | int | str
+LARGEST = 3.4e38  # what float32 can hold
+_MOST = 1_000
 
 
 def option(
     default: Any, doc: str, *, choices: Sequence[str] = (), low: float | None = None, high: float | None = None
 ) -> Any:
-    """Declare an option: its default, what it does and where the default comes from, and its range."""
+    """Declare an option: its default, what it does and where the default comes from, and its range.
+
+    A whole number without `high` is at most 1,000: most are epochs or steps, which take time and memory.
+    """
     return field(default=default, metadata={"doc": doc, "choices": tuple(choices), "low": low, "high": high})
 
 
@@ -35,7 +41,7 @@ class Options:
         for name in given:
             if name not in known:
                 if not known:
-                    raise FedobpError(f"{cls.kind} '{cls.name}' has no options, so '{name}' cannot be set")
+                    raise FedobpError(f"{cls.kind} '{cls.name}' has no options, so '{short(name)}' cannot be set")
                 raise unknown(f"option of {cls.name}", name, known)
         return cls(**{name: _checked(cls.name, known[name], value) for name, value in given.items()})
 
@@ -45,17 +51,20 @@ def _checked(owner: str, spec: Field[Any], value: Option) -> Option:
     where, meta, kind = f"option '{spec.name}' of {owner}", spec.metadata, int if spec.type is int else float
     if meta["choices"]:
         if value not in meta["choices"]:
-            raise unknown(f"value of {where}", str(value), meta["choices"])
+            raise unknown(f"value of {where}", short(value), meta["choices"])
         return value
     try:
         number = kind(value)
-        if isinstance(value, bool) or number != float(value):
+        if isinstance(value, bool) or not (isinstance(value, str) or number == value) or not math.isfinite(number):
             raise ValueError
     except (ValueError, TypeError, OverflowError):
         noun = "whole number" if kind is int else "number"
-        raise FedobpError(f"{where} must be a {noun}, not '{value}'") from None
+        raise FedobpError(f"{where} must be a {noun}, not '{short(value)}'") from None
     low, high = meta["low"], meta["high"]
-    if (low is not None and number < low) or (high is not None and number > high):
-        span = f"between {low} and {high}" if high is not None else f"at least {low}"
-        raise FedobpError(f"{where} must be {span}, not {value}")
+    most = high if high is not None else _MOST if kind is int else LARGEST
+    least = low if low is not None else -LARGEST
+    if not least <= number <= most:
+        bound = f"at least {least}" if number < least else f"at most {most}"
+        span = f"between {low} and {high}" if kind is float and high is not None else bound
+        raise FedobpError(f"{where} must be {span}, not {short(value)}")
     return number

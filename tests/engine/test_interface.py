@@ -7,7 +7,7 @@ import torch
 from lanes_cases import CLIENTS, federated
 
 from fedobp import FedobpError
-from fedobp.algorithms import Moment
+from fedobp.algorithms import METHODS, Moment
 from fedobp.engine import Budget, Counters, Population, diverged, memory_of
 from fedobp.engine.arithmetic import serial_threads, steady
 from fedobp.models import Model
@@ -73,12 +73,37 @@ def test_counters_add_up_and_know_how_full_batches_were():
     assert Counters().occupancy == 1.0
 
 
-def test_the_first_client_that_is_not_finite_is_named():
+def said_of(method, **hp):
     now = Moment(round=3, rounds=9, clients=8, epochs=1, cohort=torch.tensor([6, 2, 5]))
-    said = diverged(now, torch.tensor([True, False, False]), 0.25)
+    one = METHODS[method]()
+    numbers = {"lr": 0.25, "momentum": 0.0, "weight_decay": 0.0, **one.floats(), **hp}
+    return diverged(now, torch.tensor([True, False, False]), numbers, one)
+
+
+def test_the_first_client_that_is_not_finite_is_named():
+    said = said_of("fedavg")
     assert isinstance(said, FedobpError)
     assert str(said).startswith("round 3, client 2: ")
-    assert "--lr (it is 0.25)" in str(said)
+
+
+@pytest.mark.parametrize(
+    ("method", "hp", "blamed"),
+    [
+        ("fedavg", {}, "--lr (it is 0.25)"),
+        ("fedavg", {"weight_decay": 8.0}, "--lr (it is 0.25)"),
+        ("fedavg", {"weight_decay": 8.1}, "--weight-decay (it is 8.1)"),
+        ("fedavg", {"weight_decay": 1e30, "lr": 0.01}, "--weight-decay (it is 1e+30)"),
+        ("fedavg", {"weight_decay": 8.1, "momentum": 0.9}, "--lr (it is 0.25) or --momentum (it is 0.9)"),
+        ("fedavg", {"weight_decay": 5e-4, "lr": 1e9}, "--lr (it is 1e+09)"),
+        ("fedobp", {"q": 0.99999}, "--lr (it is 0.25)"),
+        ("fedprox", {"mu": 1e3}, "--set mu (it is 1000)"),
+        ("ditto", {"lam": 9.0}, "--set lam (it is 9)"),
+        ("ditto", {"lam": 9.0, "weight_decay": 10.0}, "--weight-decay (it is 10) or --set lam (it is 9)"),
+        ("pfedme", {"eta_p": 0.5, "lr": 0.01}, "--lr (it is 0.01) or --set eta_p (it is 0.5)"),
+    ],
+)
+def test_what_is_large_enough_to_diverge_is_blamed_and_the_learning_rate_otherwise(method, hp, blamed):
+    assert str(said_of(method, **hp)).endswith(f"; use a smaller {blamed}")
 
 
 def test_numbers_arrive_as_they_were_sent():

@@ -1,14 +1,18 @@
 """Run folders: what is in one, what is refused, and that equal runs are equal byte for byte."""
 
+import errno
 import json
+import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
 
-from fedobp import Config, Federation, FedobpError
+from fedobp import Config, Federation, FedobpError, sweep
 from fedobp.config import read_config
 from fedobp.files import write
 from fedobp.runs import RunFolder, claim, fresh
@@ -169,6 +173,69 @@ def test_a_folder_with_other_files_is_accepted_and_they_stay(tmp_path):
     RunFolder(tmp_path, "seed = 1\n")
     assert set(files(tmp_path)) == {"notes.txt", "config.toml"}
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("names", [["config.toml"] * 8, ["compare.toml"] * 8])
+def test_of_many_who_claim_a_folder_at_once_one_succeeds(tmp_path, monkeypatch, names, links):
+    if not links:
+        monkeypatch.setattr(os, "link", refuse_links)
+    for attempt in range(20):
+        folder = tmp_path / str(attempt)
+        won = claimed_at_once(folder, names)
+        assert len(won) == 1
+        assert files(folder) == {names[0]: won[0].encode()}
+
+
+def test_a_run_and_a_comparison_never_share_a_folder(tmp_path):
+    for attempt in range(20):
+        folder = tmp_path / str(attempt)
+        won = claimed_at_once(folder, ["config.toml", "compare.toml"] * 4)
+        assert len(won) <= 1  # both may find the other one there, and step back
+        assert set(files(folder).values()) == {one.encode() for one in won}
+
+
+def refuse_links(*_):
+    raise PermissionError(errno.EPERM, "no hard links here")
+
+
+def claimed_at_once(folder, names):
+    """Let threads claim a folder at one moment, and return what those wrote who got it; the others are refused."""
+    start = Barrier(len(names))
+
+    def attempt(number):
+        start.wait()
+        try:
+            claim(folder, names[number], f"{number}")
+        except FedobpError as error:
+            return str(error)
+        return f"{number}"
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        said = list(pool.map(attempt, range(len(names))))
+    return [one for one in said if "already holds a run" not in one]
+
+
+def test_a_folder_that_was_only_looked_at_is_free(tmp_path):
+    claim(tmp_path)
+    claim(tmp_path)
+    assert files(tmp_path) == {}
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a/" * 3000, "zero\0byte"], ids=["long", "deep", "zero"])
+def test_a_folder_that_cannot_have_its_name_is_refused_in_one_short_line(tmp_path, name):
+    with pytest.raises(FedobpError, match="cannot write") as caught:
+        claim(tmp_path / name)
+    assert len(str(caught.value)) < 400
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("out", ["", "  "])
+def test_an_empty_folder_name_is_refused(out):
+    with pytest.raises(FedobpError, match="`out` is empty"):
+        Federation(Config(**TINY)).run(out=out)
+    with pytest.raises(FedobpError, match="`out` is empty"):
+        sweep([Config(**TINY)], out=[out])
 
 
 def test_folders_are_made_with_their_parents(tmp_path):

@@ -95,7 +95,7 @@ class FedSelect(Method):
     paper: ClassVar[str] = "Tamirisa et al., FedSelect: Personalized FL with Customized Selection, CVPR 2024"
 
     grow: float = option(0.25, "share of what is still shared that becomes personal; the authors' own", low=0, high=1)
-    every: int = option(3, "visits from one growth to the next; the authors' own", low=1)
+    every: int = option(3, "visits from one growth to the next; the authors' own", low=1, high=10**6)
     cap: float = option(0.8, "personal share of a tensor above which it stays; the authors' own", low=0, high=1)
     mode: str = option(
         "faithful",

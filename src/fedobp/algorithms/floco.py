@@ -158,7 +158,9 @@ class Floco(Method):
         choices=("faithful", "as-published"),
     )
     endpoints: int = option(0, "number M of endpoints; 0: the mode's", low=0)
-    tau: int = option(0, "rounds before clients are projected, never if there are no more; 0: the mode's", low=0)
+    tau: int = option(
+        0, "rounds before clients are projected, never if there are no more; 0: the mode's", low=0, high=10**6
+    )
     rho: float = option(0.0, "radius within which clients train after the projection; 0: the mode's", low=0)
 
     def floats(self) -> dict[str, float]:

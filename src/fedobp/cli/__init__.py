@@ -1,13 +1,12 @@
 """The command line: parse, call, print. Heavy imports happen inside the command that needs them."""
 
 import inspect
-import io
-import os
 import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +16,9 @@ import typer
 
 from fedobp._version import __version__
 from fedobp.cli.data import Json, data
-from fedobp.cli.screen import console, progress, show, stopwatch
+from fedobp.cli.screen import Output, Unwritten, console, progress, show, stopwatch, tell
 from fedobp.config import Config, flag, read_config, run_name, settings
-from fedobp.errors import FedobpError, unknown
+from fedobp.errors import FedobpError, Stopped, short, unknown
 
 if TYPE_CHECKING:
     from fedobp.federation import Failure
@@ -59,40 +58,68 @@ _BENCH_SETTINGS = (
 )  # fmt: skip
 
 
+_STOPPED = {130: "interrupted", 143: "terminated"}
+_NO_MEMORY = re.compile("OutOfMemoryError|can't allocate memory")  # torch's, of CUDA and of the CPU
+_MOST_RUNS = 1_000  # of a comparison
+
+
 def main() -> NoReturn:
-    """Run the command line; exit with 0 (worked), 2 (the user can put it right) or 130 (interrupted)."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show ± still gets the rest
-    if not sys.stdout.isatty():
-        os.environ.setdefault("_TYPER_FORCE_DISABLE_TERMINAL", "1")  # typer takes a CI service for a terminal
+    """Run the command line.
+
+    Exit codes: 0 it worked, also where the reader of the output has gone; 2 the user can put it right, in one sentence;
+    130 interrupted (Ctrl-C); 143 terminated (SIGTERM).
+    """
+    code: Any
+    output = Output()
     try:
-        with warnings.catch_warnings():
+        with redirect_stdout(output), warnings.catch_warnings():
             warnings.showwarning = _note
+            _refuse_blanks(sys.argv[1:])
             code = app(standalone_mode=False)
-        sys.stdout.flush()
+            output.flush()
     except FedobpError as error:
-        code = _complain(str(error))
+        code = _complain(str(error), 1000)
     except _UsageError as error:
         # typer and click each suggest the nearest command: once is enough.
-        code = _complain(re.sub(r"( Did you mean [^?]*\?)\1", r"\1", error.format_message()))
-    except (KeyboardInterrupt, typer.Abort):
-        code = 130
-    except BrokenPipeError:
-        # The reader of our output has gone (`fedobp methods | head`): that is no error, but stdout must stay quiet.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    if code == 130:
-        sys.stderr.write("interrupted\n")
+        code = _complain(re.sub(r"( Did you mean [^?]*\?)\1", r"\1", error.format_message()), 300)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(f"{type(error).__name__}: {error}"):
+            raise
+        code = _complain("there is not enough memory: use a smaller --participation, --batch-size or --model", 300)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        place = short(error.filename, 200)
+        code = _complain(f"cannot use {place} ({error.strerror}): choose another place or name", 300)
+    except (KeyboardInterrupt, typer.Abort) as stop:  # click turns the one into the other
+        signal = stop if isinstance(stop, Stopped) else stop.__cause__
+        code = signal.code if isinstance(signal, Stopped) else 130
+    except Unwritten as error:
+        # The reader of our output has gone (`fedobp methods | head`): that is no error.
+        gone = isinstance(error.reason, BrokenPipeError)
+        code = 0 if gone else _complain(f"cannot write the output ({error.reason.strerror}): send it elsewhere", 300)
+    if code in _STOPPED:
+        tell(_STOPPED[code])
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _refuse_blanks(arguments: list[str]) -> None:
+    """Refuse arguments and values of flags that are empty or blank, or that hold what no name or path can."""
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        name, equals, value = argument.partition("=") if argument.startswith("--") else (before, "=", argument)
+        if equals and not value.strip():
+            what = name if name.startswith("--") else "an argument"
+            raise FedobpError(f"{short(what)} must not be empty: give it a value, or leave it out")
+        if "\0" in argument:
+            raise FedobpError(f"'{short(argument)}' holds a zero byte, which no name or path can")
+
+
 def _note(message: Warning | str, *_: object, **__: object) -> None:
-    sys.stderr.write(f"note: {message}\n")
+    tell(f"note: {short(message, 1000)}")
 
 
-def _complain(sentence: str) -> int:
-    sys.stderr.write(f"error: {sentence}\n")
+def _complain(sentence: str, limit: int) -> int:
+    tell(f"error: {short(sentence, limit)}")
     return 2
 
 
@@ -142,7 +169,10 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
+@app.callback(
+    invoke_without_command=True,
+    epilog="Exit codes: 0 worked, 2 something to put right, 130 interrupted, 143 terminated.",
+)
 def _root(
     context: typer.Context,
     version: Annotated[
@@ -239,7 +269,7 @@ def compare(
     """
     from fedobp.comparison import read_comparison, to_toml
     from fedobp.federation import Failure, SweepError, launches_of, sweep
-    from fedobp.files import write, write_json
+    from fedobp.files import write_json
     from fedobp.report.tables import compare_table, summarise
     from fedobp.runs import claim, fresh, made_by
 
@@ -265,9 +295,8 @@ def compare(
     else:
         launches = [[places[at] for at in launch if at in plan] for launch in launches]
         launches = [launch for launch in launches if launch]
-    folder = claim(out) if out else fresh(f"compare-{configs[0].dataset}")
     head = f"# Repeat with: fedobp compare --config compare.toml\n{made_by()}"
-    write(folder / "compare.toml", (head + to_toml(configs, launches)).encode())
+    folder = claim(out or fresh(f"compare-{configs[0].dataset}"), "compare.toml", head + to_toml(configs, launches))
     bug = None
     try:
         with progress(len(configs), configs[0].rounds) as advance:
@@ -309,6 +338,12 @@ def _asked(
 
     first = given.get("seed", Config.seed)
     span = range(first, first + seeds)
+    count = len(names()) if methods == "all" else methods.count(",") + 1
+    if count * seeds > _MOST_RUNS:
+        raise FedobpError(
+            f"--seeds {short(seeds)} of {count} methods are more than the {_MOST_RUNS:,} runs that a comparison may "
+            "have: use fewer, and several comparisons with other values of --seed"
+        )
     usable: dict[str, Any] = {}
     failed: list[Failure] = []
     if methods == "all":
@@ -328,7 +363,7 @@ def _asked(
         if not failed and not any(option in own for own in fields.values()):
             known = sorted({one for own in fields.values() for one in own})
             if not known:
-                raise FedobpError(f"none of these methods has options, so '{option}' cannot be set")
+                raise FedobpError(f"none of these methods has options, so '{short(option)}' cannot be set")
             raise unknown("option of these methods", option, known)
     own = {name: {option: value for option, value in options.items() if option in fields[name]} for name in usable}
     asked = [{**given, "seed": seed, "method": name, "options": own[name]} for seed in span for name in usable]
@@ -340,7 +375,7 @@ def _failing(error: FedobpError, bug: BaseException | None = None) -> typer.Exit
     if bug:
         traceback.print_exception(bug)
     for line in str(error).splitlines():
-        code = _complain(line)
+        code = _complain(line, 1000)
     return typer.Exit(code)
 
 
@@ -460,6 +495,6 @@ def _pairs(flag: str, pairs: list[str] | None) -> dict[str, Any]:
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():
             example = "q=0.999" if flag == "--set" else "k=3"
-            raise FedobpError(f"{flag} {pair} must be written NAME=VALUE, such as {flag} {example}")
+            raise FedobpError(f"{flag} {short(pair)} must be written NAME=VALUE, such as {flag} {example}")
         found[name.strip()] = value.strip()
     return found

@@ -1,16 +1,88 @@
 """What commands print: JSON or something to read on stdout, bars on stderr."""
 
+import io
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from fedobp.federation import Progress
+
+
+class Unwritten(Exception):
+    """Standard output did not take what was printed; other files fail with errors of their own."""
+
+    def __init__(self, reason: OSError) -> None:
+        self.reason = reason
+
+
+class Output:
+    """Standard output that says whose failure it was, and drops the rest: the interpreter flushes it once more."""
+
+    def __init__(self) -> None:
+        _keep_low_numbers()
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if stream is None:  # closed by the caller, as in `fedobp methods >&-`
+                setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+            elif isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # a terminal that cannot show ± still gets the rest
+        self._stream = sys.stdout
+        if not self._stream.isatty():
+            os.environ.setdefault("_TYPER_FORCE_DISABLE_TERMINAL", "1")  # typer takes a CI service for a terminal
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write, or say that it was this stream that failed."""
+        with _to(self._stream):
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        """Flush, or say that it was this stream that failed."""
+        with _to(self._stream):
+            self._stream.flush()
+
+
+@contextmanager
+def _to(stream: TextIO) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        _drop(stream)
+        raise Unwritten(error) from error
+
+
+def _keep_low_numbers() -> None:
+    """Take the numbers of closed standard streams, so that no file of ours gets what a library prints there."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+
+
+def _drop(stream: TextIO) -> None:
+    """Send what a stream still holds, and all that follows, nowhere."""
+    with suppress(OSError):  # a stream in memory has no number
+        target = stream.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, target)
+        os.close(nowhere)
+
+
+def tell(line: str) -> None:
+    """Write a line to stderr, if anybody takes it."""
+    try:
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+    except OSError:
+        _drop(sys.stderr)
 
 
 def console() -> "Console":

@@ -168,7 +168,7 @@ class Shards(Partition):
 
     name: ClassVar[str] = "shards"
 
-    per_client: int = option(2, "shards of a client; 2 is McMahan et al.'s", low=1)
+    per_client: int = option(2, "shards of a client; 2 is McMahan et al.'s", low=1, high=10**6)
 
     def deal(self, given: Given) -> list[Indices]:
         """Sort, cut and draw lots."""
@@ -190,7 +190,7 @@ class Classes(Partition):
 
     name: ClassVar[str] = "classes"
 
-    k: int = option(2, "labels of a client", low=1)
+    k: int = option(2, "labels of a client", low=1, high=10**6)
 
     def deal(self, given: Given) -> list[Indices]:
         """Give each client in turn the labels that have fewest clients so far; lots decide between equals."""

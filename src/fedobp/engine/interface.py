@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from fedobp.algorithms import Moment, Predict, Program, Record, Tensors
+from fedobp.algorithms import Method, Moment, Predict, Program, Record, Tensors
 from fedobp.data import FederatedData, Split
 from fedobp.engine.store import Budget, Store
 from fedobp.errors import FedobpError
@@ -141,10 +141,24 @@ def without_failures(answers: Sequence[Trained | BaseException]) -> list[Trained
     return [answer for answer in answers if isinstance(answer, Trained)]
 
 
-def diverged(now: Moment, finite: Tensor, lr: float) -> FedobpError:
-    """Return what to say when clients' weights are no longer numbers; `finite` is False for those."""
+def diverged(now: Moment, finite: Tensor, hp: Mapping[str, float], method: Method) -> FedobpError:
+    """Return what to say when clients' weights are no longer numbers; `finite` is False for those.
+
+    A penalty of strength s, such as weight decay, moves a weight by lr s of its distance in a step: with momentum m
+    that alone diverges where lr s is above 2 (1 + m). Where no number is that large, the learning rate is blamed, and
+    what was raised beside it.
+    """
     client = int(now.cohort[~finite.cpu()][0])
+    lr, momentum = hp["lr"], hp["momentum"]
+    unbounded: dict[str, Any] = {spec.name: spec.default for spec in method.options() if spec.metadata["high"] is None}
+    options = {name: hp[name] for name in unbounded if name in hp}
+    penalties = {"weight_decay": hp["weight_decay"], **options}
+    blamed = {name: value for name, value in penalties.items() if lr <= 1 and lr * value > 2 * (1 + momentum)}
+    if not blamed:
+        raised = {name: value for name, value in options.items() if value > unbounded[name]}
+        blamed = {"lr": lr, **({"momentum": momentum} if momentum else {}), **raised}
+    flags = {"lr": "--lr", "momentum": "--momentum", "weight_decay": "--weight-decay"}
+    smaller = " or ".join(f"{flags.get(name, f'--set {name}')} (it is {value:g})" for name, value in blamed.items())
     return FedobpError(
-        f"round {now.round}, client {client}: the loss or the weights are no longer finite; use a smaller --lr "
-        f"(it is {lr:g})"
+        f"round {now.round}, client {client}: the loss or the weights are no longer finite; use a smaller {smaller}"
     )

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fedobp.config import Config
 from fedobp.data import Dataset, Shard
-from fedobp.errors import FedobpError
+from fedobp.errors import FedobpError, short
 from fedobp.files import write
 
 if TYPE_CHECKING:
@@ -98,8 +98,10 @@ def heat_map(dataset: Dataset, shards: Sequence[Shard], columns: int) -> Rendera
     counts = label_counts(dataset, shards)
     levels = _levels(counts)
     sizes = counts.sum(axis=1)
-    width = 2 if 22 + 2 * dataset.classes <= columns else 1
-    per_block = max(1, (columns - 22) // width)
+    sized = columns >= 32  # so that ten labels find room beside the sizes
+    head = "client   train  test  " if sized else "client  "
+    width = 2 if len(head) + 2 * dataset.classes <= columns else 1
+    per_block = max(1, (columns - len(head)) // width)
     lines = [
         Text(
             f"{dataset.name}: {sizes.sum():,} samples on {len(shards):,} clients, {sizes.min():,} to {sizes.max():,} "
@@ -109,9 +111,10 @@ def heat_map(dataset: Dataset, shards: Sequence[Shard], columns: int) -> Rendera
     for start in range(0, dataset.classes, per_block):
         labels = range(start, min(start + per_block, dataset.classes))
         ruler = "".join(_ruler(dataset, label, width) for label in labels)
-        lines.append(Text(f"client   train  test  {ruler}", style="bold"))
+        lines.append(Text(f"{head}{ruler}", style="bold"))
         for client, shard in enumerate(shards[:_MOST_LINES]):
-            line = Text(f"{client:>6} {len(shard.train):>7,} {len(shard.test):>5,} {'*' if shard.held_out else ' '}")
+            size = f"{len(shard.train):>7,} {len(shard.test):>5,} " if sized else ""
+            line = Text(f"{client:>6} {size}{'*' if shard.held_out else ' '}")
             for label in labels:
                 line.append(_SHADES[levels[client, label]] * width, style="cyan")
             lines.append(line)
@@ -152,9 +155,9 @@ def plot(dataset: Dataset, shards: Sequence[Shard], path: Path, title: str) -> N
     kinds = ("png", "pdf", "svg")
     kind = path.suffix.lower().removeprefix(".")
     if kind not in kinds:
-        raise FedobpError(f"--plot {path} must end in .png, .pdf or .svg")
+        raise FedobpError(f"--plot {short(path, 200)} must end in .png, .pdf or .svg")
     if not path.parent.is_dir():
-        raise FedobpError(f"--plot {path}: there is no folder {path.parent}; make it first")
+        raise FedobpError(f"--plot {short(path, 200)}: there is no folder {short(path.parent, 200)}; make it first")
     counts = label_counts(dataset, shards)
     clients, labels = counts.shape
     few = max(clients, labels) <= _MOST_CIRCLES

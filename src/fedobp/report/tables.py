@@ -5,20 +5,49 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from fedobp.evaluation import Accuracy, Protocol
 from fedobp.result import Result
 
 
-def _table(*columns: str) -> Table:
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for position, column in enumerate(columns):
-        table.add_column(column, justify="right" if position else "left", no_wrap=True)
-    return table
+class _Table:
+    """A table of names and numbers. Where not all columns fit, the last ones are left out and named below it.
+
+    Where not even two fit, every row becomes a list. So a name and its first number are never cut.
+    """
+
+    def __init__(self, *columns: str) -> None:
+        self._columns = columns
+        self._rows: list[tuple[str, ...]] = []
+
+    def add_row(self, *cells: str) -> None:
+        """Add a cell for each column."""
+        self._rows.append(cells)
+
+    def _first(self, count: int) -> Table:
+        table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        for position, column in enumerate(self._columns[:count]):
+            table.add_column(column, justify="right" if position else "left", no_wrap=True)
+        for row in self._rows:
+            table.add_row(*map(Text, row[:count]))
+        return table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unlimited = options.update(max_width=10_000)
+        for count in range(len(self._columns), 1, -1):
+            table = self._first(count)
+            if console.measure(table, options=unlimited).maximum <= options.max_width:
+                yield table
+                if missing := self._columns[count:]:
+                    yield Text(f"Too narrow to show: {', '.join(missing)}.")
+                return
+        for name, *cells in self._rows:
+            yield Text(name, style="bold")
+            yield from (Text(f"{head}: {cell}") for head, cell in zip(self._columns[1:], cells, strict=True))
 
 
 def _bytes(count: float) -> str:
@@ -38,7 +67,7 @@ def _protocol(protocol: Protocol) -> str:
 
 def run_table(result: Result) -> RenderableType:
     """Return one run's accuracies by model, and what they cost."""
-    table = _table("model", "pooled", "client mean", "std", "worst tenth", "balanced")
+    table = _Table("model", "pooled", "client mean", "std", "worst tenth", "balanced")
     rows: list[tuple[str, Accuracy | None]] = [
         ("as served", result.accuracy),
         ("own last local model", result.last),
@@ -113,7 +142,7 @@ def compare_table(results: Sequence[Result]) -> RenderableType:
     accuracies = ["pooled", "client_mean", *(f"cold_{name}" for name in _cold(results))]
     heads = {"client_mean": "client mean", "cold_served": "new client", "cold_visited": "after a visit"}
     names = [heads.get(name, name) for name in accuracies]
-    table = _table("method", *names, "personal", "down", "up", "seconds")
+    table = _Table("method", *names, "personal", "down", "up", "seconds")
     for row, runs in zip(summarise(results), _by_method(results).values(), strict=True):
         table.add_row(
             row["method"],
@@ -140,7 +169,7 @@ def bench_table(found: Mapping[str, Any]) -> RenderableType:
     """Return both engines' speed, what was measured, and how a run is reckoned from it."""
     top = max(row["flops_per_second"] for row in found["engines"])
     unit, size = ("TFLOP/s", 1e12) if top >= 1e12 else ("GFLOP/s", 1e9)
-    table = _table(
+    table = _Table(
         "engine", "rounds", "steps/s", "full", unit, "of peak", "s/round", "speed", f"{found['rounds']} rounds"
     )
     for row in found["engines"]:
@@ -187,7 +216,7 @@ def methods_table(methods: Sequence[dict[str, Any]]) -> RenderableType:
     for method in methods:
         parts.append(Text.assemble((method["name"], "bold"), f"  {method['summary']}"))
         parts.append(Padding(Text(method["paper"], style="dim"), (0, 0, 0, 4)))
-        options = Table.grid(padding=(0, 2))
+        options = Table.grid(Column(overflow="fold"), Column(overflow="fold"), padding=(0, 2))
         for option in method["options"]:
             options.add_row(Text(f"--set {option['name']}={option['default']}"), Text(option["doc"]))
         if method["options"]:
@@ -198,7 +227,7 @@ def methods_table(methods: Sequence[dict[str, Any]]) -> RenderableType:
 
 def datasets_table(datasets: Sequence[dict[str, Any]]) -> RenderableType:
     """Return what is known of datasets."""
-    table = _table("dataset", "samples", "shape", "classes", "clients", "available")
+    table = _Table("dataset", "samples", "shape", "classes", "clients", "available")
     for row in datasets:
         samples, clients = (f"{row[name]:,}" if row[name] else "-" for name in ("samples", "clients"))
         shape = "x".join(map(str, row["shape"]))

@@ -18,25 +18,35 @@ from typing import Any
 import torch
 
 from fedobp._version import __version__
-from fedobp.errors import FedobpError
-from fedobp.files import unwritable, write, write_json
+from fedobp.files import taken, unwritable, write_json, write_new
 
-_OURS = ("config.toml", "metrics.jsonl", "timings.jsonl", "result.json", "compare.json", "compare.toml", "models")
+_OURS = ("config.toml", "compare.toml", "metrics.jsonl", "timings.jsonl", "result.json", "compare.json", "models")
 
 
-def claim(folder: Path) -> Path:
-    """Make a folder for a run; one that already holds a run is refused."""
+def claim(folder: Path, name: str = "", content: str = "") -> Path:
+    """Make a folder for a run; one that already holds a run is refused.
+
+    With the file that says what runs there (its `name` and `content`) the folder is taken: of several processes, one
+    succeeds. Without it, it is only looked at.
+    """
+    found = _ours(folder)
+    if not found and name:
+        write_new(folder / name, content.encode())
+        found = [path for path in _ours(folder) if path != folder / name]  # a comparison beside a run, just now
+        if found:
+            (folder / name).unlink()
+    if found:
+        raise taken(found[0])
+    return folder
+
+
+def _ours(folder: Path) -> list[Path]:
+    """Return which files of runs are in a folder; it is made if it is not there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        ours = [folder / name for name in _OURS]
-        taken = [path for path in [*ours, *folder.glob("*/config.toml")] if path.exists()]
-    except OSError as error:
+        return [path for path in [*(folder / name for name in _OURS), *folder.glob("*/config.toml")] if path.exists()]
+    except (OSError, ValueError) as error:
         raise unwritable(folder, error) from error
-    if taken:
-        raise FedobpError(
-            f"{folder} already holds a run ({taken[0].name}): choose another --out, nothing was overwritten"
-        )
-    return folder
 
 
 def fresh(label: str) -> Path:
@@ -65,9 +75,8 @@ class RunFolder:
     """Writes one run's files into a folder that is its own."""
 
     def __init__(self, folder: Path, config: str) -> None:
-        self.path = claim(folder)
         head = f"# Run again with: fedobp run --config config.toml\n{made_by()}"
-        write(self.path / "config.toml", (head + config).encode())
+        self.path = claim(folder, "config.toml", head + config)
 
     def log(self, name: str, line: Mapping[str, Any]) -> None:
         """Append a line to `metrics.jsonl` or `timings.jsonl`; it is on disk before this returns."""
