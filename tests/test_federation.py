@@ -213,7 +213,7 @@ def test_a_diverging_run_names_round_and_client_and_keeps_its_metrics(tmp_path, 
 @pytest.mark.parametrize("engine", ["serial", "lanes"])
 def test_a_run_whose_fine_tuning_diverges_keeps_its_metrics(tmp_path, engine):
     settings = {"weight_decay": 400.0, "rounds": 2, "precision": "fp32", "finetune_epochs": 30, "engine": engine}
-    with pytest.raises(FedobpError, match=r"round 2, client 0: .* smaller --lr"):
+    with pytest.raises(FedobpError, match=r"round 2, client 0: .* smaller --weight-decay"):
         Federation(Config(**{**TINY, **settings})).run("fedavg", out=tmp_path / "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in lines] == [1, 2]
