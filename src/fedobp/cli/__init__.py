@@ -344,6 +344,7 @@ def _asked(
             f"--seeds {short(seeds)} of {count} methods are more than the {_MOST_RUNS:,} runs that a comparison may "
             "have: use fewer, and several comparisons with other values of --seed"
         )
+    Config(**{**given, "seed": span[-1], "method": "fedavg"})  # what concerns every run is said before any of them
     usable: dict[str, Any] = {}
     failed: list[Failure] = []
     if methods == "all":
