@@ -10,11 +10,35 @@ class FedobpError(Exception):
     """Something the caller can put right: its text is one sentence that says what is wrong and what to do."""
 
 
+def short(value: object, limit: int = 60) -> str:
+    """Return a value as one line of at most `limit` characters, for an error to quote.
+
+    Control characters are escaped; `…` stands for what was left out of the middle.
+    """
+    try:
+        text = str(value)
+    except ValueError:  # a whole number of thousands of digits
+        text = f"{value:#x}"
+    if len(text) > 2 * limit:  # escapes only make it longer
+        text = text[:limit] + text[-limit:]
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if len(line) <= limit:
+        return line
+    head = limit // 2
+    return f"{line[:head]}…{line[len(line) - limit + head + 1 :]}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return what another library's exception says, in one short line; its name where it says nothing."""
+    return short(str(error).strip().partition("\n")[0] or type(error).__name__, 200)
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> FedobpError:
     """Return the error for a name that does not exist, with the nearest one that does; of very many, the first."""
     names = list(known)
     lowered = {one.lower(): one for one in names}
     near = get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
-    hint = f"did you mean '{lowered[near[0]]}'? " if near else ""
+    hint = f"did you mean '{short(lowered[near[0]])}'? " if near else ""
     rest = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
-    return FedobpError(f"unknown {kind} '{name}': {hint}known are {', '.join(names[:_LISTED])}{rest}")
+    listed = ", ".join(map(short, names[:_LISTED]))
+    return FedobpError(f"unknown {kind} '{short(name)}': {hint}known are {listed}{rest}")

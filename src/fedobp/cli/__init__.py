@@ -16,7 +16,7 @@ import typer
 
 from fedobp._version import __version__
 from fedobp.cli.data import Json, data
-from fedobp.cli.screen import console, progress, show, stopwatch
+from fedobp.cli.screen import command_line, console, path_for, progress, show, stopwatch
 from fedobp.config import Config, flag, read_config, settings
 from fedobp.errors import FedobpError, unknown
 
@@ -185,7 +185,7 @@ def run(
         base.pop("partition_options", None)
     options = {**base.get("options", {}), **_options(set_, q)}
     dealt = {**base.get("partition_options", {}), **_pairs("--partition-set", partition_set)}
-    resolved = Config(**{**base, **given, "options": options, "partition_options": dealt})
+    resolved = _configured({**base, **given, "options": options, "partition_options": dealt})
     federation = Federation(resolved)
     label = f"{resolved.method}-{resolved.dataset}-seed{resolved.seed}"
     folder = out or fresh(label)
@@ -239,7 +239,8 @@ def compare(
                 raise FedobpError(f"none of these methods has options, so '{option}' cannot be set")
             raise unknown("option of these methods", option, known)
     own = {name: {option: value for option, value in options.items() if option in fields[name]} for name in names}
-    first = Config(**{**given, "method": names[0], "options": own[names[0]]})
+    first = _configured({**given, "method": names[0], "options": own[names[0]]})
+    given |= {"clients": first.clients, "alpha": first.alpha}
     plan = [
         Config(**{**given, "seed": seed, "method": name, "options": own[name]})
         for seed in range(first.seed, first.seed + seeds)
@@ -264,9 +265,16 @@ def partition(
     *,
     given: Mapping[str, Any],
     partition_set: PartitionSet = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also draw it into a file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(parser=path_for("--plot"), metavar="FILE.png", help="Also draw it into a file.")
+    ] = None,
     save: Annotated[
-        Path | None, typer.Option(metavar="NAME", help="Also write NAME.npz and NAME.json, for --partition-file.")
+        Path | None,
+        typer.Option(
+            parser=path_for("--save"),
+            metavar="NAME",
+            help="Also write NAME.npz and NAME.json, for --partition-file.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -288,7 +296,7 @@ def partition(
     from fedobp.report.partition import facts, heat_map, title
     from fedobp.report.partition import plot as draw
 
-    config = Config(**{**given, "partition_options": _pairs("--partition-set", partition_set)})
+    config = _configured({**given, "partition_options": _pairs("--partition-set", partition_set)})
     dataset, shards = deal(config)
     lines = []
     if plot:
@@ -296,8 +304,8 @@ def partition(
         lines.append(f"Picture: {plot}")
     found = save_partition(save, dataset, shards, config.dealt) if save else digest(dataset, shards)
     if save:
-        place = f" --data-dir {given['data_dir']}" if "data_dir" in given else ""
-        lines.append(f"Saved. Next: fedobp run --dataset {config.dataset}{place} --partition-file {save}")
+        words = "run", "--dataset", config.dataset, "--partition-file", save
+        lines.append(f"Saved. Next: {command_line(*words, data_dir=given.get('data_dir'))}")
     if as_json:
         show({**facts(dataset, shards), "hash": found})
     else:
@@ -327,7 +335,7 @@ def bench(
     from fedobp.bench import bench as measure
     from fedobp.report.tables import bench_table
 
-    config = Config(**given)
+    config = _configured(given)
     with stopwatch() as advance:
         found = asdict(measure(config, runs=runs, seconds=seconds, progress=advance))
     show(found if as_json else bench_table(found))
@@ -353,6 +361,19 @@ def methods(*, as_json: Json = False) -> None:
         for name, method in {**METHODS, **{name: loaded(one) for name, one in plugins().items()}}.items()
     ]
     show({"methods": rows} if as_json else methods_table(rows))
+
+
+def _configured(given: Mapping[str, Any]) -> Config:
+    """Return the settings, and say which numbers were chosen for one's own data."""
+    from fedobp.data import KNOWN
+
+    config = Config(**given)
+    if config.dataset not in KNOWN and not config.partition_file and config.partition != "natural":
+        names = ("clients", "alpha") if config.partition.startswith("dirichlet") else ("clients",)
+        chosen = [f"{flag(name)} {getattr(config, name)}" for name in names if name not in given]
+        if chosen:
+            _note(f"'{config.dataset}' has no published settings: {' '.join(chosen)} was chosen by its size")
+    return config
 
 
 def _options(pairs: list[str] | None, q: float | None) -> dict[str, Any]:

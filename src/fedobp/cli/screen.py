@@ -2,10 +2,14 @@
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fedobp.errors import FedobpError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -31,6 +35,23 @@ def show(content: "Mapping[str, Any] | RenderableType", footer: str = "") -> Non
     screen.print(content, soft_wrap=False)
     if footer:
         screen.print(footer, soft_wrap=True, highlight=False, markup=False)
+
+
+def path_for(name: str) -> Callable[[str], Path]:
+    """Return what turns an argument into a path; an empty one would be the folder that one is in."""
+
+    def parse(text: str) -> Path:
+        if not text:
+            raise FedobpError(f"{name} is empty: give a path")
+        return Path(text)
+
+    return parse
+
+
+def command_line(*arguments: object, data_dir: str | None = None) -> str:
+    """Return a command to copy into a shell: quoted, and for the data folder that was named."""
+    place = [] if data_dir is None else ["--data-dir", data_dir]
+    return shlex.join(["fedobp", *map(str, arguments), *place])
 
 
 def _silent() -> bool:
