@@ -16,7 +16,7 @@ import typer
 
 from fedobp._version import __version__
 from fedobp.cli.data import Json, data
-from fedobp.cli.screen import command_line, console, path_for, progress, show, stopwatch
+from fedobp.cli.screen import console, next_run, path_for, progress, show, stopwatch
 from fedobp.config import Config, flag, read_config, settings
 from fedobp.errors import FedobpError, unknown
 
@@ -304,8 +304,7 @@ def partition(
         lines.append(f"Picture: {plot}")
     found = save_partition(save, dataset, shards, config.dealt) if save else digest(dataset, shards)
     if save:
-        words = "run", "--dataset", config.dataset, "--partition-file", save
-        lines.append(f"Saved. Next: {command_line(*words, data_dir=given.get('data_dir'))}")
+        lines.append(f"Saved. {next_run(config.dataset, given.get('data_dir'), '--partition-file', save)}")
     if as_json:
         show({**facts(dataset, shards), "hash": found})
     else:

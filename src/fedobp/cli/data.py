@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fedobp.cli.screen import command_line, path_for, show, stopwatch
+from fedobp.cli.screen import next_run, path_for, show, stopwatch
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 DataDir = Annotated[str | None, typer.Option(help="Folder that holds datasets.")]
@@ -53,7 +53,7 @@ def data_fetch(
     folder = room.data_dir(data_dir)
     with stopwatch() as advance:
         rows = [asdict(info) for info in room.fetch(names, folder, advance)]
-    footer = f"Stored in {folder}. Next: {command_line('run', '--dataset', names[0], data_dir=data_dir)}"
+    footer = f"Stored in {folder}. {next_run(names[0], data_dir)}"
     show({"datasets": rows} if as_json else datasets_table(rows), footer)
 
 
@@ -96,8 +96,7 @@ def data_import(
     if flags is None:
         hint = f"{len(dataset.y)} samples are too few to train and test with: import more of them under another name."
     else:
-        given = [word for pair in flags.items() for word in pair]
-        hint = f"Next: {command_line('run', '--dataset', name, *given, data_dir=data_dir)}"
+        hint = next_run(name, data_dir, *(word for pair in flags.items() for word in pair))
     show(row if as_json else datasets_table([row]), f"Stored in {folder}. {hint}")
 
 

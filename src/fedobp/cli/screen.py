@@ -48,10 +48,10 @@ def path_for(name: str) -> Callable[[str], Path]:
     return parse
 
 
-def command_line(*arguments: object, data_dir: str | None = None) -> str:
-    """Return a command to copy into a shell: quoted, and for the data folder that was named."""
+def next_run(dataset: str, data_dir: str | None, *flags: object) -> str:
+    """Return the sentence that names a run to go on with: quoted for a shell, in the data folder that was named."""
     place = [] if data_dir is None else ["--data-dir", data_dir]
-    return shlex.join(["fedobp", *map(str, arguments), *place])
+    return f"Next: {shlex.join(['fedobp', 'run', '--dataset', dataset, *place, *map(str, flags)])}"
 
 
 def _silent() -> bool:

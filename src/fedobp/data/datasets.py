@@ -4,6 +4,7 @@ import os
 import random
 import re
 import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,11 +250,10 @@ def _clients(name: str, client: NDArray[Any], samples: int) -> tuple[tuple[str, 
 def _named(name: str, what: str, key: str, values: NDArray[Any]) -> NDArray[Any]:
     """Return names as texts or as signed 64-bit integers, or say why they are neither."""
     if values.dtype.kind == "U":
-        try:
-            blank = not np.char.strip(values).all()
-        except ValueError as error:
-            raise FedobpError(f"dataset '{name}' has names in {key} that are no text: save it anew") from error
-        if blank:
+        native = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
+        if native.view(np.uint32).max(initial=0) > sys.maxunicode:
+            raise FedobpError(f"dataset '{name}' has names in {key} that are no text: save it anew")
+        if not np.char.strip(values).all():
             raise FedobpError(f"dataset '{name}' has samples without a name in {key}: name them, or leave them out")
         return values
     if values.dtype.kind not in "iu":

@@ -94,7 +94,7 @@ def _members(archive: zipfile.ZipFile) -> dict[str, _Member]:
             or not member.dtype.itemsize
             or member.start + member.size != file.file_size
         ):
-            raise ValueError(f"{short(key)} is not as long as its header says")
+            raise ValueError(f"{short(file.filename)} is not as long as it says")
         found[key] = member
     return found
 

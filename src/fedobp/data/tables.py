@@ -289,6 +289,7 @@ def _read_arrow(
     def chunks() -> Iterator[Chunk]:
         done = 0
         for table in tables:
+            table.validate(full=True)  # offsets in a damaged file may point anywhere
             chunk: dict[str, Any] = {name: table.column(name).to_pylist() for name in [*columns.named, *pictures]}
             if not pictures:
                 chunk |= {name: table.column(name).to_numpy() for name in columns.features}
