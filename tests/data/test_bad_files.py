@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from fedobp import Config, Federation, Model
 from fedobp.data import bring, catalogue, describe, fetch, load, load_partition, partition, save_partition
 from fedobp.data.datasets import parse
 from fedobp.data.images import Images
@@ -169,6 +170,20 @@ def test_an_image_of_far_too_many_pixels_is_refused_before_it_is_unpacked(folder
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 60)  # at 64 pixels Pillow warns
     picture(tmp_path / "pets/a/x.png", GREY)
     refused("x.png cannot be read as an image .*decompression bomb", tmp_path / "pets", folder)
+
+
+def test_colour_images_that_are_mapped_are_copied_only_where_there_is_room(folder, scarce):
+    folder.mkdir()
+    np.savez(folder / "mine.npz", x=np.zeros((20, 8, 8, 3), np.uint8), y=np.arange(20) % 2)
+    config = Config(dataset="mine", data_dir=str(folder))
+    scarce(3839)
+    with pytest.raises(FedobpError, match=r"'mine' needs more memory than there is \(asked for: 3,840 bytes"):
+        Federation(config)
+
+
+def test_a_model_that_does_not_fit_is_refused():
+    with pytest.raises(FedobpError, match="model 'mlp' for inputs of shape 1099511627776 needs more memory"):
+        Model("mlp", (2**40,), 2)
 
 
 # What is no file.

@@ -44,6 +44,20 @@ def test_clients_have_50_samples_on_average_and_one_is_the_least():
     assert [suited(sizes)[0] for sizes in ([100] * 3, [2500] * 10, [25, 25], [6, 6], [1, 1])] == [6, 100, 2, 1, 1]
 
 
+def test_the_page_on_data_has_the_chosen_numbers():
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    rows = {
+        "300 samples in 3 equal classes": [100] * 3,
+        "50 samples in 2 equal classes": [25] * 2,
+        "400 samples in 200 equal classes": [2] * 200,
+        "1,000 samples, of which 10 are in the second class": [990, 10],
+        "60,000 samples in 10 equal classes": [6000] * 10,
+    }
+    for text, sizes in rows.items():
+        clients, alpha = suited(sizes)
+        assert f"| {text} | {clients} | {alpha:g} |" in page
+
+
 def test_what_is_given_stays():
     clients, alpha = suited([100] * 3, clients=10)
     assert clients == 10
