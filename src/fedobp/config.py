@@ -163,12 +163,15 @@ class Config:
             if spec.name not in _DEALT:
                 continue
             if spec.name not in saved or (spec.name in _TABLES and not isinstance(saved[spec.name], dict)):
-                raise FedobpError(f"the partition {path} does not say its {spec.name}: save it anew")
+                raise FedobpError(f"the partition {short(path, 200)} does not say its {spec.name}: save it anew")
             given, value = getattr(self, spec.name), saved[spec.name]
             if given not in (None, {}, value):
                 asked = f"--partition-set {_pairs(given)}" if spec.name in _TABLES else f"{flag(spec.name)} {given}"
                 made = (_pairs(value) or "no options") if isinstance(value, dict) else value
-                raise FedobpError(f"{asked} is not what the partition {path} was made with ({made}): leave it out")
+                raise FedobpError(
+                    f"{short(asked)} is not what the partition {short(path, 200)} was made with ({short(made)}): leave "
+                    "it out"
+                )
             self._set(spec.name, value if spec.name in _TABLES else _checked(spec, value))
 
     def _settle_machine(self) -> None:
