@@ -59,7 +59,9 @@ class Config:
     options: Mapping[str, Option] = field(default_factory=dict)
     dataset: str = _federation("digits", "Dataset; `fedobp data list` lists them")
     data_dir: str | None = _federation(None, "Folder that holds datasets (default: $FEDOBP_DATA, or the cache folder)")
-    clients: int = _federation(None, "Number of clients (default: 100; digits: 20; natural: all)", low=1)
+    clients: int = _federation(
+        None, "Number of clients (default: 100; digits: 20; natural: all; your own data: by its size)", low=1
+    )
     partition: str = _federation(
         None,
         "How data falls on clients: dirichlet, dirichlet-equal, iid, shards, classes, quantity, feature or natural "
@@ -67,7 +69,10 @@ class Config:
     )
     partition_options: Mapping[str, Option] = field(default_factory=dict)
     alpha: float = _federation(
-        None, "The Dirichlet's concentration: the smaller, the more the clients differ (default: 0.1)", above=0
+        None,
+        "The Dirichlet's concentration: the smaller, the more the clients differ (default: 0.1; your own data: by its "
+        "size)",
+        above=0,
     )
     partition_seed: int = _federation(None, "Seed of the partition (default: the seed)", low=0, high=2**32 - 1)
     val_ratio: float = _federation(
@@ -78,7 +83,7 @@ class Config:
     normalize: Normalize = _federation(
         None, "Scaling: by constants, by the training parts, ... (default: dataset for the paper's eight; else train)"
     )
-    model: str = _federation(None, "Model (default: cnn; digits: cnn-small; tables: mlp)")
+    model: str = _federation(None, "Model (default: cnn; images below 16x16: cnn-small; tables: mlp)")
     rounds: int = _training(None, "Number of rounds (default: 400; digits: 60)", low=1, high=1_000_000)
     participation: float = _training(None, "Share of clients in a round (default: 0.1; digits: 0.2)", above=0, high=1)
     epochs: int = _training(5, "Local epochs of a visit", low=1, high=1_000)
@@ -118,23 +123,26 @@ class Config:
 
     def _fill_in(self) -> None:
         """Decide what depends on the dataset, and check names that only their rooms know."""
-        from fedobp.data import PARTITIONS, data_dir, describe, way_of
+        from fedobp.data import KNOWN, PARTITIONS, data_dir, describe, label_sizes, suited, way_of
         from fedobp.evaluation import protocol
         from fedobp.models import NETS
 
         if self.data_dir is not None:
-            self._set("data_dir", str(Path(self.data_dir).expanduser().absolute()))
-        info = describe(self.dataset, data_dir(self.data_dir))
-        table = len(info.shape) == 1
+            self._set("data_dir", str(data_dir(self.data_dir).absolute()))
+        folder = data_dir(self.data_dir)
+        info = describe(self.dataset, folder)
         if self.partition_file is not None:
-            self._take_partition(Path(self.partition_file).expanduser().absolute())
+            self._take_partition(_path("partition_file", self.partition_file))
         defaults: dict[str, object] = {"partition": "dirichlet", "alpha": 0.1, "val_ratio": 0.0, "holdout_clients": 0}
         if self.dataset == "digits":
             defaults |= {"clients": 20, "participation": 0.2, "rounds": 60, "model": "cnn-small"}
         else:
-            defaults |= {"clients": 100, "participation": 0.1, "rounds": 400, "model": "mlp" if table else "cnn"}
+            defaults |= {"clients": 100, "participation": 0.1, "rounds": 400, "model": _model_for(info.shape)}
         if self.partition == "natural" and info.clients:
             defaults["clients"] = info.clients
+        elif self.dataset not in KNOWN and None in (self.clients, self.alpha):
+            clients, alpha = suited(label_sizes(self.dataset, folder), self.clients, self.alpha)
+            defaults |= {"clients": clients, "alpha": alpha}
         rounds: Any = self.rounds or defaults["rounds"]
         for name, value in {**defaults, "partition_seed": self.seed, "eval_every": max(1, rounds // 20)}.items():
             if getattr(self, name) is None:
@@ -332,6 +340,19 @@ def _checked(spec: Field[Any], value: Any) -> Any:
     if not value.strip():
         raise FedobpError(f"{flag(spec.name)} must not be empty: give it a value, or leave it out")
     return value
+
+
+def _model_for(shape: tuple[int, ...]) -> str:
+    """Return the default model for inputs of a shape: the paper's CNN, and where an image is too small for it, less."""
+    side = min(shape[:2]) if len(shape) > 1 else 0
+    return "cnn" if side >= 16 else "cnn-small" if side >= 4 else "mlp"
+
+
+def _path(name: str, given: str) -> Path:
+    try:
+        return Path(given).expanduser().absolute()
+    except RuntimeError as error:  # the home folder of nobody
+        raise FedobpError(f"{flag(name)} {short(given)} has no home folder: write its whole path") from error
 
 
 def _pairs(options: Mapping[str, Any]) -> str:

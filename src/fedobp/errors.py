@@ -46,6 +46,11 @@ def described(error: BaseException) -> str:
     return ": ".join([type(error).__name__, *lines[:1]])
 
 
+def first_line(error: BaseException) -> str:
+    """Return what another library's exception says, in one short line; its name where it says nothing."""
+    return short(str(error).strip().partition("\n")[0] or type(error).__name__, 200)
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> FedobpError:
     """Return the error for a name that does not exist, with the nearest one that does; of very many, the first."""
     from difflib import get_close_matches

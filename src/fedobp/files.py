@@ -1,7 +1,8 @@
-"""Writing files so that a reader never finds half of one: beside the target, then renamed."""
+"""Files: only ordinary ones are read, and none is found half written (they are written beside and then renamed)."""
 
 import json
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,28 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fedobp.errors import FedobpError, short
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def regular(path: Path) -> Path:
+    """Return the path of an ordinary file; anything else is refused without opening it, which could wait for ever."""
+    try:
+        kind = stat.S_IFMT(path.stat().st_mode)
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL byte
+        reason = getattr(error, "strerror", None) or error
+        raise FedobpError(f"cannot read {short(path, 200)} ({reason}): give the path of a file") from error
+    if kind != stat.S_IFREG:
+        raise FedobpError(
+            f"{short(path, 200)} is {_KINDS.get(kind, 'something else')}, not a file: put an ordinary file there"
+        )
+    return path
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import typer
 
 from fedobp._version import __version__
 from fedobp.cli.data import Json, data
-from fedobp.cli.screen import Output, Unwritten, console, progress, show, stopwatch, tell
+from fedobp.cli.screen import Output, Unwritten, console, next_run, path_for, progress, show, stopwatch, tell
 from fedobp.config import Config, flag, read_config, run_name, settings
 from fedobp.errors import FedobpError, Stopped, short, unknown
 
@@ -220,7 +220,7 @@ def run(
         base.pop("partition_options", None)
     options = {**base.get("options", {}), **_options(set_, q)}
     dealt = {**base.get("partition_options", {}), **_pairs("--partition-set", partition_set)}
-    resolved = Config(**{**base, **given, "options": options, "partition_options": dealt})
+    resolved = _configured({**base, **given, "options": options, "partition_options": dealt})
     federation = Federation(resolved)
     label = f"{resolved.method}-{resolved.dataset}-seed{resolved.seed}"
     folder = out or fresh(label)
@@ -344,7 +344,8 @@ def _asked(
             f"--seeds {short(seeds)} of {count} methods are more than the {_MOST_RUNS:,} runs that a comparison may "
             "have: use fewer, and several comparisons with other values of --seed"
         )
-    Config(**{**given, "seed": span[-1], "method": "fedavg"})  # what concerns every run is said before any of them
+    common = _configured({**given, "seed": span[-1], "method": "fedavg"})  # what concerns every run is said at once
+    given = {**given, "clients": common.clients, "alpha": common.alpha}
     usable: dict[str, Any] = {}
     failed: list[Failure] = []
     if methods == "all":
@@ -386,9 +387,16 @@ def partition(
     *,
     given: Mapping[str, Any],
     partition_set: PartitionSet = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also draw it into a file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(parser=path_for("--plot"), metavar="FILE.png", help="Also draw it into a file.")
+    ] = None,
     save: Annotated[
-        Path | None, typer.Option(metavar="NAME", help="Also write NAME.npz and NAME.json, for --partition-file.")
+        Path | None,
+        typer.Option(
+            parser=path_for("--save"),
+            metavar="NAME",
+            help="Also write NAME.npz and NAME.json, for --partition-file.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -410,7 +418,7 @@ def partition(
     from fedobp.report.partition import facts, heat_map, title
     from fedobp.report.partition import plot as draw
 
-    config = Config(**{**given, "partition_options": _pairs("--partition-set", partition_set)})
+    config = _configured({**given, "partition_options": _pairs("--partition-set", partition_set)})
     dataset, shards = deal(config)
     lines = []
     if plot:
@@ -418,8 +426,7 @@ def partition(
         lines.append(f"Picture: {plot}")
     found = save_partition(save, dataset, shards, config.dealt) if save else digest(dataset, shards)
     if save:
-        place = f" --data-dir {given['data_dir']}" if "data_dir" in given else ""
-        lines.append(f"Saved. Next: fedobp run --dataset {config.dataset}{place} --partition-file {save}")
+        lines.append(f"Saved. {next_run(config.dataset, given.get('data_dir'), '--partition-file', save)}")
     if as_json:
         show({**facts(dataset, shards), "hash": found})
     else:
@@ -449,7 +456,7 @@ def bench(
     from fedobp.bench import bench as measure
     from fedobp.report.tables import bench_table
 
-    config = Config(**given)
+    config = _configured(given)
     with stopwatch() as advance:
         found = asdict(measure(config, runs=runs, seconds=seconds, progress=advance))
     show(found if as_json else bench_table(found))
@@ -481,6 +488,19 @@ def methods(*, as_json: Json = False) -> None:
     show(content if as_json else methods_table(rows))
     if failed:
         raise _failing(FedobpError("\n".join(map(str, failed.values()))))
+
+
+def _configured(given: Mapping[str, Any]) -> Config:
+    """Return the settings, and say which numbers were chosen for one's own data."""
+    from fedobp.data import KNOWN
+
+    config = Config(**given)
+    if config.dataset not in KNOWN and not config.partition_file and config.partition != "natural":
+        names = ("clients", "alpha") if config.partition.startswith("dirichlet") else ("clients",)
+        chosen = [f"{flag(name)} {getattr(config, name)}" for name in names if name not in given]
+        if chosen:
+            _note(f"'{config.dataset}' has no published settings: {' '.join(chosen)} was chosen by its size")
+    return config
 
 
 def _options(pairs: list[str] | None, q: float | None) -> dict[str, Any]:

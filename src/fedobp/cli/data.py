@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fedobp.cli.screen import show, stopwatch
+from fedobp.cli.screen import next_run, path_for, show, stopwatch
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 DataDir = Annotated[str | None, typer.Option(help="Folder that holds datasets.")]
@@ -53,15 +53,14 @@ def data_fetch(
     folder = room.data_dir(data_dir)
     with stopwatch() as advance:
         rows = [asdict(info) for info in room.fetch(names, folder, advance)]
-    place = f" --data-dir {data_dir}" if data_dir else ""
-    footer = f"Stored in {folder}. Next: fedobp run --dataset {names[0]}{place}"
+    footer = f"Stored in {folder}. {next_run(names[0], data_dir)}"
     show({"datasets": rows} if as_json else datasets_table(rows), footer)
 
 
 @data.command("import")
 def data_import(
     name: str,
-    source: Path,
+    source: Annotated[Path, typer.Argument(parser=path_for("SOURCE"))],
     *,
     label: Annotated[
         str | None, typer.Option(metavar="COLUMN", help="Column with the labels (default: label; in an npz: y).")
@@ -93,8 +92,12 @@ def data_import(
     with stopwatch() as advance:
         dataset = room.bring(name, source, folder, label=label, client=client, progress=advance)
     row = asdict(dataset.info)
-    flags = (" --partition natural" if client else "") + (f" --data-dir {data_dir}" if data_dir else "")
-    show(row if as_json else datasets_table([row]), f"Stored in {folder}. Next: fedobp run --dataset {name}{flags}")
+    flags = room.flags_to_run(dataset)
+    if flags is None:
+        hint = f"{len(dataset.y)} samples are too few to train and test with: import more of them under another name."
+    else:
+        hint = next_run(name, data_dir, *(word for pair in flags.items() for word in pair))
+    show(row if as_json else datasets_table([row]), f"Stored in {folder}. {hint}")
 
 
 @data.command("show")

@@ -3,11 +3,14 @@
 import io
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+
+from fedobp.errors import FedobpError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -103,6 +106,23 @@ def show(content: "Mapping[str, Any] | RenderableType", footer: str = "") -> Non
     screen.print(content, soft_wrap=False)
     if footer:
         screen.print(footer, soft_wrap=True, highlight=False, markup=False)
+
+
+def path_for(name: str) -> Callable[[str], Path]:
+    """Return what turns an argument into a path; an empty one would be the folder that one is in."""
+
+    def parse(text: str) -> Path:
+        if not text:
+            raise FedobpError(f"{name} is empty: give a path")
+        return Path(text)
+
+    return parse
+
+
+def next_run(dataset: str, data_dir: str | None, *flags: object) -> str:
+    """Return the sentence that names a run to go on with: quoted for a shell, in the data folder that was named."""
+    place = [] if data_dir is None else ["--data-dir", data_dir]
+    return f"Next: {shlex.join(['fedobp', 'run', '--dataset', dataset, *place, *map(str, flags)])}"
 
 
 def _silent() -> bool:

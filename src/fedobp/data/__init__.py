@@ -2,16 +2,17 @@
 
 from fedobp.data.artefact import digest, load_partition, partition_settings, save_partition
 from fedobp.data.bring import bring
-from fedobp.data.datasets import Dataset, Info, catalogue, data_dir, describe, load, names, store
+from fedobp.data.datasets import Dataset, Info, catalogue, data_dir, describe, label_sizes, load, names, store
 from fedobp.data.federated import FederatedData, Split
 from fedobp.data.fetch import fetch
 from fedobp.data.kinds import PARTITIONS
 from fedobp.data.known import KNOWN
 from fedobp.data.partition import Shard, changed, partition
 from fedobp.data.scaling import way_of
+from fedobp.data.suited import flags_to_run, suited
 
 __all__ = [
     "KNOWN", "PARTITIONS", "Dataset", "FederatedData", "Info", "Shard", "Split", "bring", "catalogue", "changed",
-    "data_dir", "describe", "digest", "fetch", "load", "load_partition", "names", "partition", "partition_settings",
-    "save_partition", "store", "way_of",
+    "data_dir", "describe", "digest", "fetch", "flags_to_run", "label_sizes", "load", "load_partition", "names",
+    "partition", "partition_settings", "save_partition", "store", "suited", "way_of",
 ]  # fmt: skip

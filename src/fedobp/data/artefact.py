@@ -5,6 +5,7 @@ The hash depends on the labels and the partition alone, so equal arguments give 
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedobp.data.datasets import Dataset, read_npz
+from fedobp.data.datasets import Dataset
 from fedobp.data.kinds import Change
+from fedobp.data.memory import room_for
+from fedobp.data.npz import read_npz
 from fedobp.data.partition import Shard
-from fedobp.errors import FedobpError
-from fedobp.files import replacing, unwritable, write_json
+from fedobp.errors import FedobpError, short
+from fedobp.files import regular, replacing, unwritable, write_json
 
 # Of all clients, one after the other: their samples' ids (train, val, test), and one row or number each.
 _TYPES = {"ids": "<i8", "sizes": "<i8", "held_out": "<i8", "turns": "<i8", "noise": "<f8", "seeds": "<i8"}
@@ -34,8 +37,8 @@ def save_partition(name: Path, dataset: Dataset, shards: Sequence[Shard], settin
     """
     files = _files(name)
     for path in files:
-        if path.exists():
-            raise FedobpError(f"{path} exists already: save the partition under another name")
+        if os.path.lexists(path):
+            raise FedobpError(f"{short(path, 200)} exists already: save the partition under another name")
     try:
         files[0].parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -46,7 +49,11 @@ def save_partition(name: Path, dataset: Dataset, shards: Sequence[Shard], settin
     with replacing(files[0]) as file:
         np.savez(file, **arrays)
     about = {"name": dataset.name, "samples": len(dataset.y), "fingerprint": fingerprint}
-    write_json(files[1], {"hash": found, "dataset": about, "settings": dict(settings)})
+    try:
+        write_json(files[1], {"hash": found, "dataset": about, "settings": dict(settings)})
+    except FedobpError:
+        files[0].unlink()
+        raise
     return found
 
 
@@ -62,17 +69,27 @@ def load_partition(name: Path, dataset: Dataset) -> list[Shard]:
     about, (path, _) = _about(name), _files(name)
     if about["dataset"]["fingerprint"] != _fingerprint(dataset):
         raise FedobpError(
-            f"{path} is a partition of '{about['dataset']['name']}' ({about['dataset']['samples']:,} samples), and "
-            f"'{dataset.name}' ({len(dataset.y):,} samples) has other labels or shapes: use it with the --dataset it "
-            "was made of"
+            f"{short(path, 200)} is a partition of '{short(about['dataset']['name'])}' "
+            f"({short(format(about['dataset']['samples'], ','))} samples), and '{short(dataset.name)}' "
+            f"({len(dataset.y):,} samples) has other labels or shapes: use it with the --dataset it was made of"
         )
-    if not path.is_file():
-        raise FedobpError(f"there is no {path} beside its json file: put it there, or save the partition anew")
+    if not path.exists():
+        raise FedobpError(
+            f"there is no {short(path, 200)} beside its json file: put it there, or save the partition anew"
+        )
+    with room_for(f"the partition {short(path, 200)}"):
+        return _shards(path, about, dataset)
+
+
+def _shards(path: Path, about: Mapping[str, Any], dataset: Dataset) -> list[Shard]:
+    """Return what a partition's npz file says, if it is what its json file names."""
     arrays = read_npz(path)
     told = [about["settings"].get(name) for name in ("clients", "holdout_clients")]
     sound = _sound(arrays, len(dataset.y)) and told == [len(arrays["sizes"]), arrays["held_out"].sum()]
     if not sound or about["hash"] != _digest(_fingerprint(dataset), arrays):
-        raise FedobpError(f"{path} does not have the content that its json file names: save the partition anew")
+        raise FedobpError(
+            f"{short(path, 200)} does not have the content that its json file names: save the partition anew"
+        )
     shards = []
     for client, ids in enumerate(np.split(arrays["ids"], np.cumsum(arrays["sizes"].sum(axis=1))[:-1])):
         train, val, test = np.split(ids, np.cumsum(arrays["sizes"][client])[:-1])
@@ -83,6 +100,8 @@ def load_partition(name: Path, dataset: Dataset) -> list[Shard]:
 
 def _files(name: Path) -> tuple[Path, Path]:
     """Return a partition's two files; it may be named by either of them."""
+    if name.name in ("", ".."):
+        raise FedobpError(f"'{short(name)}' names no partition: give the name of its files, such as mine")
     stem = str(name.with_suffix("") if name.suffix in (".npz", ".json") else name)
     return Path(f"{stem}.npz"), Path(f"{stem}.json")
 
@@ -90,7 +109,8 @@ def _files(name: Path) -> tuple[Path, Path]:
 def _about(name: Path) -> dict[str, Any]:
     path = _files(name)[1]
     try:
-        about = json.loads(path.read_text(encoding="utf-8"))
+        with room_for(f"the partition {short(path, 200)}", path.stat().st_size):
+            about = json.loads(regular(path).read_text(encoding="utf-8"))
         texts = about["hash"], about["dataset"]["name"], about["dataset"]["fingerprint"]
         if not all(isinstance(text, str) for text in texts) or not isinstance(about["dataset"]["samples"], int):
             raise TypeError
@@ -98,11 +118,12 @@ def _about(name: Path) -> dict[str, Any]:
             raise TypeError
     except OSError as error:
         raise FedobpError(
-            f"cannot read the partition {path} ({error.strerror or error}): make it with `fedobp partition --save NAME`"
+            f"cannot read the partition {short(path, 200)} ({error.strerror or error}): make it with "
+            "`fedobp partition --save NAME`"
         ) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FedobpError(
-            f"{path} does not describe a partition: make it with `fedobp partition --save NAME`"
+            f"{short(path, 200)} does not describe a partition: make it with `fedobp partition --save NAME`"
         ) from error
     assert isinstance(about, dict)
     return about
@@ -133,6 +154,9 @@ def _sound(arrays: Mapping[str, NDArray[Any]], samples: int) -> bool:
         and sizes.sum() == len(ids) == len(np.unique(ids))
         and bool(((ids >= 0) & (ids < samples)).all())
         and arrays["held_out"].tolist() == sorted(arrays["held_out"] > 0)
+        and bool(((arrays["turns"] >= 0) & (arrays["turns"] < 4)).all())
+        and bool(((arrays["noise"] >= 0) & np.isfinite(arrays["noise"]) & (arrays["seeds"] >= 0)).all())
+        and sizes[arrays["held_out"] == 0, 0].sum() > 0
     )
 
 

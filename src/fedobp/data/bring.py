@@ -6,10 +6,13 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from fedobp.data.datasets import Dataset, read_npz, store, vacant
+from fedobp.data.datasets import Dataset, store, vacant
 from fedobp.data.images import read_images
+from fedobp.data.memory import room_for
+from fedobp.data.npz import read_npz
 from fedobp.data.tables import numbers_or_texts, read_csv, read_parquet, read_saved
-from fedobp.errors import FedobpError, unknown
+from fedobp.errors import FedobpError, first_line, short, unknown
+from fedobp.files import regular
 
 
 def bring(
@@ -28,33 +31,37 @@ def bring(
     `client`, samples are nobody's. `progress` is told what is under way, and how much of it is done.
     """
     vacant(name, folder)
-    try:
-        arrays = _read(name, source, label, client, progress)
-    except OSError as error:
-        raise FedobpError(f"{source} cannot be imported ({error}): make all of it readable") from error
-    progress("checking and writing", 1.0)
-    return store(name, arrays, folder)
+    with room_for(f"importing {short(source, 200)}"):
+        try:
+            arrays = _read(name, source, label, client, progress)
+        except OSError as error:
+            raise FedobpError(
+                f"{short(source, 200)} cannot be imported ({first_line(error)}): make all of it readable"
+            ) from error
+        progress("checking and writing", 1.0)
+        return store(name, arrays, folder)
 
 
 def _read(
     name: str, source: Path, label: str | None, client: str | None, progress: Callable[[str, float], None]
 ) -> dict[str, NDArray[Any]]:
+    shown = short(source, 200)
     if any((source / file).is_file() for file in ("state.json", "dataset_dict.json")):
         return read_saved(name, source, label or "label", client, progress)
     if source.is_dir():
         if label or client:
             raise FedobpError(
-                f"{source} is a folder of images, which has no columns: leave out --label (the folders' names are the "
+                f"{shown} is a folder of images, which has no columns: leave out --label (the folders' names are the "
                 "labels) and --client"
             )
         x, classes = read_images(source, progress)
         return {"x": x, "y": numbers_or_texts(classes)}
     if not source.exists():
-        raise FedobpError(f"there is no file or folder {source}: give the path of what to import")
-    kind = source.suffix.lower()
+        raise FedobpError(f"there is no file or folder {shown}: give the path of what to import")
+    kind = regular(source).suffix.lower()
     if kind not in (".npz", ".csv", ".parquet"):
         raise FedobpError(
-            f"{source} cannot be imported: give a file that ends in .npz, .csv or .parquet, a folder of images by "
+            f"{shown} cannot be imported: give a file that ends in .npz, .csv or .parquet, a folder of images by "
             "class, or the folder of a Hugging Face dataset"
         )
     if kind == ".npz":
@@ -70,6 +77,6 @@ def _chosen(
     for key, given in (("y", label), ("client", client)):
         if given is not None:
             if given not in arrays:
-                raise unknown(f"array in {source}", given, arrays)
+                raise unknown(f"array in {short(source, 200)}", given, arrays)
             arrays[key] = arrays[given]
     return arrays

@@ -1,28 +1,27 @@
 """Datasets: arrays of inputs and labels, kept as one npz per name, read and written without pickle."""
 
-import math
 import os
 import random
 import re
-import struct
-import zipfile
-import zlib
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedobp.data.known import KNOWN
+from fedobp.data.memory import room_for
+from fedobp.data.npz import npz_shapes, read_npz
 from fedobp.data.sources import installed, read
-from fedobp.errors import FedobpError, unknown
+from fedobp.errors import FedobpError, short, unknown
 from fedobp.files import replacing, unwritable
 
 EMBEDDED = "digits"
-# What zipfile, zlib and NumPy raise on a damaged file.
-_DAMAGE = (OSError, ValueError, KeyError, IndexError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+_LONGEST = 100  # characters of a dataset's name: it becomes part of the names of files and run folders
 
 
 @dataclass(frozen=True)
@@ -61,22 +60,40 @@ class Dataset:
 
 
 def data_dir(given: str | None = None) -> Path:
-    """Return the folder that holds datasets: the given one, else FEDOBP_DATA, else the user's cache folder."""
-    if given or os.environ.get("FEDOBP_DATA"):
-        return Path(given or os.environ["FEDOBP_DATA"]).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedobp" / "data"
+    """Return the folder that holds datasets: the given one, else FEDOBP_DATA, else the user's cache folder.
+
+    An empty FEDOBP_DATA counts as not set.
+    """
+    if given == "":
+        raise FedobpError("--data-dir is empty: give the folder that holds datasets, or leave it out")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fedobp" / "data"
+    folder = Path(given or os.environ.get("FEDOBP_DATA") or cache)
+    if not str(folder).isprintable():
+        raise FedobpError(f"the data folder must be readable text, not '{short(folder)}': rename it")
+    try:
+        return folder.expanduser()
+    except RuntimeError as error:  # the home folder of nobody
+        raise FedobpError(f"the data folder {short(folder)} has no home folder: write its whole path") from error
 
 
 def names(folder: Path) -> list[str]:
     """Return the names of all known and all imported datasets, the paper's first."""
-    return list(dict.fromkeys([*KNOWN, *sorted(path.stem for path in folder.glob("*.npz"))]))
+    try:
+        own = sorted(path.stem for path in folder.glob("*.npz"))
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL byte
+        reason = getattr(error, "strerror", None) or error
+        raise FedobpError(
+            f"the data folder {short(folder, 200)} cannot be read ({reason}): give another --data-dir"
+        ) from error
+    return list(dict.fromkeys([*KNOWN, *own]))
 
 
 def load(name: str, folder: Path) -> Dataset:
     """Return a dataset by name, from its file or, for the digits, from scikit-learn."""
     if name == EMBEDDED:
         return _digits()
-    return parse(name, _open(name, folder))
+    with room_for(f"dataset '{name}'"):
+        return parse(name, _open(name, folder))
 
 
 def describe(name: str, folder: Path) -> Info:
@@ -87,18 +104,21 @@ def describe(name: str, folder: Path) -> Info:
     if path is None:
         known, here = KNOWN[name], bool(installed(name))
         return Info(name, known.samples if here else None, known.shape, known.classes, available=here)
-    try:
-        with zipfile.ZipFile(path) as archive, archive.open("x.npy") as member:
-            shape, _, _ = _header(member)
-            if len(shape) not in (2, 3, 4):
-                raise ValueError(f"x has shape {shape}")
-        with np.load(path, allow_pickle=False) as arrays:
-            labels, _ = _labels(name, np.asarray(arrays["y"]))
-            clients = len(np.unique(arrays["client"])) if "client" in arrays else 0
-        info = Info(name, shape[0], tuple(shape[1:]), len(labels), True, clients)
-    except _DAMAGE as error:
-        raise _unreadable(path, error) from error
-    return info
+    with room_for(f"dataset '{name}'"):
+        shapes, arrays = npz_shapes(path), read_npz(path, ("y", "client"))
+        _check_shapes(name, shapes)
+        samples, *shape = shapes["x"]
+        labels, _ = _labels(name, _flat(arrays["y"]))
+        owners, _ = _clients(name, arrays["client"], samples) if "client" in arrays else ((), None)
+    return Info(name, samples, tuple(shape), len(labels), True, len(owners))
+
+
+def label_sizes(name: str, folder: Path) -> list[int]:
+    """Return how many samples each label of an imported dataset has; its inputs are not read."""
+    path = _find(name, folder)
+    assert path is not None, "known datasets may have no file"
+    _, numbered = _labels(name, _flat(read_npz(path, ("y",))["y"]))
+    return [int(size) for size in np.bincount(numbered)]
 
 
 def catalogue(folder: Path) -> list[Info]:
@@ -132,39 +152,37 @@ def store(name: str, arrays: Mapping[str, NDArray[Any]], folder: Path) -> Datase
 
 def vacant(name: str, folder: Path) -> Path:
     """Return where a dataset of that name will lie, or say why there cannot be one."""
-    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
-        raise FedobpError(f"'{name}' cannot name a dataset: use lower-case letters, digits, '-', '_' and '.'")
-    target = folder / f"{name}.npz"
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name) or len(name) > _LONGEST:
+        raise FedobpError(
+            f"'{short(name)}' cannot name a dataset: use lower-case letters, digits, '-', '_' and '.', at most "
+            f"{_LONGEST} of them"
+        )
     if name == EMBEDDED:
         raise FedobpError(f"dataset '{name}' is built in: import under another name")
-    if target.exists():
-        raise FedobpError(f"dataset '{name}' exists already: import under another name, or remove {target} first")
+    target = folder / f"{name}.npz"
+    if os.path.lexists(target):
+        raise FedobpError(
+            f"dataset '{name}' exists already: import under another name, or remove {short(target, 200)} first"
+        )
     return target
 
 
 def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
     """Check arrays `x`, `y` and, where they are given, `n_train` and `client`, and return them as a dataset."""
-    missing = [key for key in ("x", "y") if key not in arrays]
-    if missing:
-        found = ", ".join(arrays) or "nothing"
-        raise FedobpError(f"dataset '{name}' has no array '{missing[0]}' (it has {found}): save x and y with np.savez")
+    _check_shapes(name, {key: np.shape(array) for key, array in arrays.items()})
     x, y = arrays["x"], _flat(arrays["y"])
-    if x.ndim not in (2, 3, 4) or y.ndim != 1 or len(x) != len(y) or not x.size:
-        raise FedobpError(
-            f"dataset '{name}' has x of shape {x.shape} and y of shape {y.shape}: x must be [N, features], [N, H, W] "
-            "or [N, H, W, channels], and y [N]"
-        )
     if x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[3] > 4:
         raise FedobpError(
             f"dataset '{name}' has x of shape {x.shape}, which has its channels first: they must come last, as in "
             "x.transpose(0, 2, 3, 1)"
         )
     if x.dtype != np.uint8:
-        if not np.issubdtype(x.dtype, np.floating):
-            raise FedobpError(f"dataset '{name}' has x of type {x.dtype}: convert it to uint8 or float32")
-        with np.errstate(over="ignore"):
+        if x.dtype.kind != "f":
+            raise FedobpError(f"dataset '{name}' has x of type {short(x.dtype)}: convert it to uint8 or float32")
+        with room_for(f"dataset '{name}'", 5 * x.size), np.errstate(over="ignore"):  # its floats, and which are finite
             x = x.astype(np.float32, copy=False)
-        if not np.isfinite(x).all():
+            finite = np.isfinite(x).all()
+        if not finite:
             raise FedobpError(f"dataset '{name}' has NaN or infinite values in x: remove or replace those samples")
     known = KNOWN.get(name)
     if known and x.shape[1:] not in (known.shape, (*known.shape, 1)):
@@ -174,13 +192,28 @@ def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
         )
     labels, numbered = _labels(name, y)
     given = np.asarray(arrays.get("n_train", 0))
-    if not np.issubdtype(given.dtype, np.integer) or given.size != 1:
+    if given.dtype.kind not in "iu" or given.size != 1:
         raise FedobpError(f"dataset '{name}' has an n_train that is no whole number: give 0 where it is not known")
     n_train = int(given.item())
     if not 0 <= n_train <= len(y):
         raise FedobpError(f"dataset '{name}' has n_train {n_train} of {len(y)} samples: give 0 where it is not known")
     owners, clients = _clients(name, arrays["client"], len(y)) if "client" in arrays else ((), None)
     return Dataset(name, x, numbered, labels, n_train, clients, owners)
+
+
+def _check_shapes(name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse arrays that cannot be a dataset, by what their headers say."""
+    for key in ("x", "y"):
+        if key not in shapes:
+            found = short(", ".join(shapes) or "nothing", 200)
+            raise FedobpError(f"dataset '{name}' has no array '{key}' (it has {found}): save x and y with np.savez")
+    x, y = shapes["x"], shapes["y"]
+    column = len(y) == 1 or (len(y) == 2 and y[1] == 1)
+    if len(x) not in (2, 3, 4) or not column or x[0] != y[0] or 0 in x:
+        raise FedobpError(
+            f"dataset '{name}' has x of shape {short(x)} and y of shape {short(y)}: x must be [N, features], "
+            "[N, H, W] or [N, H, W, channels], and y [N]"
+        )
 
 
 def _flat(column: NDArray[Any]) -> NDArray[Any]:
@@ -195,13 +228,13 @@ def _labels(name: str, y: NDArray[Any]) -> tuple[tuple[str | int, ...], NDArray[
         low, high = (min(y), max(y)) if y.dtype.kind == "U" else (y.min(), y.max())
         if y.dtype.kind == "U" or low < 0 or high >= classes:
             raise FedobpError(
-                f"dataset '{name}' has labels from {low} to {high}, and {name} has 0 to {classes - 1}: import it under "
-                "another name"
+                f"dataset '{name}' has labels from {short(low)} to {short(high)}, and {name} has 0 to {classes - 1}: "
+                "import it under another name"
             )
         return tuple(range(classes)), y
     occurring, numbered = np.unique(y, return_inverse=True)
     if len(occurring) < 2:
-        raise FedobpError(f"dataset '{name}' has only the label {occurring[0]}: there is nothing to learn")
+        raise FedobpError(f"dataset '{name}' has only the label {short(occurring[0])}: there is nothing to learn")
     return tuple(occurring.tolist()), numbered.astype(np.int64)
 
 
@@ -217,11 +250,16 @@ def _clients(name: str, client: NDArray[Any], samples: int) -> tuple[tuple[str, 
 def _named(name: str, what: str, key: str, values: NDArray[Any]) -> NDArray[Any]:
     """Return names as texts or as signed 64-bit integers, or say why they are neither."""
     if values.dtype.kind == "U":
+        native = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
+        if native.view(np.uint32).max(initial=0) > sys.maxunicode:
+            raise FedobpError(f"dataset '{name}' has names in {key} that are no text: save it anew")
         if not np.char.strip(values).all():
             raise FedobpError(f"dataset '{name}' has samples without a name in {key}: name them, or leave them out")
         return values
-    if not np.issubdtype(values.dtype, np.integer):
-        raise FedobpError(f"dataset '{name}' has {what} of type {values.dtype}: {key} must hold integers or texts")
+    if values.dtype.kind not in "iu":
+        raise FedobpError(
+            f"dataset '{name}' has {what} of type {short(values.dtype)}: {key} must hold integers or texts"
+        )
     if values.size and values.max() > np.iinfo(np.int64).max:
         raise FedobpError(
             f"dataset '{name}' has a number of {values.max()} in {key}: it must fit into 64 bits with a sign"
@@ -231,11 +269,11 @@ def _named(name: str, what: str, key: str, values: NDArray[Any]) -> NDArray[Any]
 
 def _find(name: str, folder: Path) -> Path | None:
     """Return a dataset's file; None where a known one is absent."""
-    path = folder / f"{name}.npz"
     known = names(folder)
     if name not in known:
         raise unknown("dataset", name, known)
-    return path if path.exists() else None
+    path = folder / f"{name}.npz"
+    return path if os.path.lexists(path) else None  # a link to nowhere is a file that cannot be read
 
 
 def _open(name: str, folder: Path) -> dict[str, NDArray[Any]]:
@@ -244,68 +282,12 @@ def _open(name: str, folder: Path) -> dict[str, NDArray[Any]]:
         return read_npz(path, mapped=True)
     files = installed(name)
     if not files:
+        place = shlex.quote(str(folder))
         raise FedobpError(
-            f"dataset '{name}' is not in {folder}: run `fedobp data fetch {name} --data-dir {folder}`, or point "
-            f"--data-dir to where {name}.npz is"
+            f"dataset '{name}' is not in {short(folder, 200)}: run `fedobp data fetch {name} --data-dir {place}`, or "
+            f"point --data-dir to where {name}.npz is"
         )
     return read(name, files)
-
-
-def read_npz(path: Path, *, mapped: bool = False) -> dict[str, NDArray[Any]]:
-    """Return all arrays of an npz file, read without pickle; `mapped` leaves x in the file until it is used."""
-    try:
-        with path.open("rb") as file:
-            arrays = np.load(file, allow_pickle=False)
-            if not isinstance(arrays, np.lib.npyio.NpzFile):
-                raise ValueError("one bare array")
-            with arrays:
-                x = _mapped(path, "x.npy") if mapped and "x" in arrays.files else None
-                found = {key: arrays[key] if x is None or key != "x" else x for key in arrays.files}
-            for key, value in found.items():
-                if not isinstance(value, np.ndarray):  # NumPy gives what it does not know as bytes
-                    raise ValueError(f"{key} is no array")
-            return found
-    except _DAMAGE as error:
-        raise _unreadable(path, error) from error
-
-
-def _mapped(path: Path, name: str) -> NDArray[np.uint8] | None:
-    """Return an array of bytes as it lies in the file, to be read when it is used; None if it lies there otherwise."""
-    with zipfile.ZipFile(path) as archive:
-        member = archive.getinfo(name)
-        with archive.open(member) as stream:
-            shape, transposed, dtype = _header(stream)
-            before = stream.tell()
-    if member.compress_type != zipfile.ZIP_STORED or dtype != np.uint8 or transposed or 0 in shape:
-        return None
-    if before + math.prod(shape) != member.file_size:
-        raise ValueError(f"{name} is not as long as it says")
-    with path.open("rb") as file:
-        file.seek(member.header_offset + 26)  # where a member says how long its name and its extra field are
-        offset = member.header_offset + 30 + sum(struct.unpack("<HH", file.read(4))) + before
-        # Copy on write: the file never changes, and PyTorch is given memory that it may write to.
-        return np.asarray(np.memmap(file, np.uint8, "c", offset, shape))
-
-
-def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return the shape, the order (whether Fortran's) and the type of an array in npy format."""
-    if np.lib.format.read_magic(stream) == (1, 0):
-        return np.lib.format.read_array_header_1_0(stream)
-    return np.lib.format.read_array_header_2_0(stream)
-
-
-def _unreadable(path: Path, error: Exception) -> FedobpError:
-    if isinstance(error, PermissionError):
-        return FedobpError(f"{path} may not be read ({error.strerror}): ask its owner, or change its permissions")
-    if not zipfile.is_zipfile(path):
-        reason = "it is not one, or damaged"
-    elif "allow_pickle" in str(error):
-        reason = "it holds pickled objects, which are never read"
-    else:
-        reason = f"damaged or incomplete: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-    fetched = path.stem in KNOWN
-    remedy = f"save it anew, or remove it and run `fedobp data fetch {path.stem}`" if fetched else "save it anew"
-    return FedobpError(f"{path} cannot be read as an npz file of plain arrays ({reason}): {remedy}")
 
 
 def _digits() -> Dataset:

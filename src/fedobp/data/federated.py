@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedobp.data.datasets import Dataset
+from fedobp.data.memory import require
 from fedobp.data.partition import Shard
 from fedobp.data.scaling import scaling, way_of
 from fedobp.transfer import send
@@ -45,6 +46,7 @@ class FederatedData:
         normalize: str | None = None,
     ) -> None:
         x = torch.as_tensor(dataset.x)
+        require(f"dataset '{dataset.name}'", x.nbytes if x.ndim == 4 else 0)  # colours are copied plane by plane
         # Images become [N, C, H, W], tables stay [N, features]: the channel or feature axis is the second one.
         self.x = (x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2) if x.ndim == 4 else x).contiguous()
         self.x, self.y = self.x.to(device), torch.as_tensor(dataset.y).to(device)

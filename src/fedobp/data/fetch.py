@@ -4,15 +4,17 @@ Files land in `downloads/NAME` of the data folder. A download that broke off is 
 the next attempt; a file that somebody put there by hand is checked and used like one that was downloaded.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedobp.data.datasets import EMBEDDED, Info, describe, store
+from fedobp.data.memory import room_for
 from fedobp.data.sources import SOURCES, File, installed, read
-from fedobp.errors import FedobpError, unknown
-from fedobp.files import unwritable
+from fedobp.errors import FedobpError, short, unknown
+from fedobp.files import regular, unwritable
 
 if TYPE_CHECKING:
     from requests import Response
@@ -35,15 +37,16 @@ def fetch(names: Sequence[str], folder: Path, progress: Progress = lambda what, 
 
 
 def _fetch(name: str, folder: Path, progress: Progress) -> Info:
-    if name == EMBEDDED or (folder / f"{name}.npz").exists():
+    if name == EMBEDDED or os.path.lexists(folder / f"{name}.npz"):
         return describe(name, folder)
     paths, downloaded = installed(name), []
     if not paths:
         place = folder / "downloads" / name
-        downloaded = [place / file.name for file in SOURCES[name].files if not (place / file.name).exists()]
+        downloaded = [place / file.name for file in SOURCES[name].files if not os.path.lexists(place / file.name)]
         paths = [_obtain(name, file, place, progress) for file in SOURCES[name].files]
     progress(f"{name}: unpacking", 0.0)
-    dataset = store(name, read(name, paths, lambda share: progress(f"{name}: unpacking", share)), folder)
+    with room_for(f"dataset '{name}'"):
+        dataset = store(name, read(name, paths, lambda share: progress(f"{name}: unpacking", share)), folder)
     for path in downloaded:  # what was put there by hand stays
         path.unlink()
     return dataset.info
@@ -54,13 +57,14 @@ def _obtain(name: str, file: File, place: Path, progress: Progress) -> Path:
     import pooch
 
     path = place / file.name
-    if path.exists():
+    if os.path.lexists(path):
+        regular(path)
         progress(f"{name}: checking {file.name}", 0.0)
         algorithm, digest = file.checksum.split(":")
         if file.size not in (None, path.stat().st_size) or pooch.file_hash(str(path), algorithm) != digest:
             raise FedobpError(
-                f"{path} is not the official file, which has {_identity(file)}: remove it to have it downloaded, or "
-                f"replace it by {file.url}"
+                f"{short(path, 200)} is not the official file, which has {_identity(file)}: remove it to have it "
+                f"downloaded, or replace it by {file.url}"
             )
         return path
     pooch.get_logger().setLevel("WARNING")
@@ -110,11 +114,11 @@ class _Download:
         kept = " to go on where it stopped" if self._kept() else ""
         return FedobpError(
             f"dataset '{self._name}' cannot be downloaded from {self._file.url} ({reason}): run `fedobp data fetch "
-            f"{self._name}` again{kept}, or first put into {self._place} by hand: {files}"
+            f"{self._name}` again{kept}, or first put into {short(self._place, 200)} by hand: {files}"
         )
 
     def _kept(self) -> int:
-        return self._part.stat().st_size if self._part.exists() else 0
+        return regular(self._part).stat().st_size if os.path.lexists(self._part) else 0
 
     def _go_on(self) -> None:
         """Fetch what is missing of the file; one try."""

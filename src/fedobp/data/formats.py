@@ -17,6 +17,9 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedobp.data.memory import require
+from fedobp.data.npz import read_npz
+
 Arrays = dict[str, NDArray[Any]]
 Tell = Callable[[float], None]  # hears which share is done
 Reader = Callable[[Sequence[Path], Tell], Arrays]
@@ -28,6 +31,7 @@ class _Filling:
     """The arrays of a dataset while they are filled from the front."""
 
     def __init__(self, samples: int, shape: tuple[int, ...], tell: Tell) -> None:
+        require(f"a dataset of {samples:,} images of {'x'.join(map(str, shape))}", samples * (math.prod(shape) + 8))
         self.x, self.y = np.empty((samples, *shape), np.uint8), np.empty(samples, np.int64)
         self._tell, self._filled = tell, 0
 
@@ -122,8 +126,8 @@ def svhn(paths: Sequence[Path], tell: Tell) -> Arrays:
 
 def medmnist(paths: Sequence[Path], tell: Tell) -> Arrays:
     """Read a MedMNIST file: training, validation and test, in this order."""
-    with np.load(paths[0], allow_pickle=False) as file:
-        parts = [(file[f"{split}_images"], file[f"{split}_labels"]) for split in ("train", "val", "test")]
+    file = read_npz(paths[0])
+    parts = [(file[f"{split}_images"], file[f"{split}_labels"]) for split in ("train", "val", "test")]
     filling = _Filling(sum(len(labels) for _, labels in parts), parts[0][0].shape[1:], tell)
     for images, labels in parts:
         filling.add(images, labels[:, 0])

@@ -1,13 +1,16 @@
 """Images of one size, from a folder for each class or from bytes."""
 
 import io
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedobp.errors import FedobpError
+from fedobp.data.memory import room_for
+from fedobp.errors import FedobpError, first_line, short
+from fedobp.files import regular
 
 
 class Images:
@@ -21,7 +24,8 @@ class Images:
         """Read the next image; `where` names it in errors."""
         found = _pixels(where, file)
         if not self._done:
-            self.x, self._first = np.empty((self._count, *found.shape), np.uint8), where
+            with room_for(f"{self._count:,} images of {_kind(found.shape)}", self._count * found.size):
+                self.x, self._first = np.empty((self._count, *found.shape), np.uint8), where
         if found.shape != self.x.shape[1:]:
             raise FedobpError(
                 f"{where} is {_kind(found.shape)} and {self._first} is {_kind(self.x.shape[1:])}: images must have one "
@@ -36,22 +40,27 @@ def read_images(folder: Path, progress: Callable[[str, float], None]) -> tuple[N
     classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not classes:
         raise FedobpError(
-            f"{folder} holds no folders: put the images of each class into a folder with the class's name"
+            f"{short(folder, 200)} holds no folders: put the images of each class into a folder with the class's name"
         )
     files: list[Path] = []
     names: list[str] = []
     for own in classes:
         found = sorted(path for path in own.iterdir() if not path.name.startswith("."))
         if not found:
-            raise FedobpError(f"{own} is empty: put the images of class '{own.name}' into it, or remove it")
+            raise FedobpError(
+                f"{short(own, 200)} is empty: put the images of class '{short(own.name)}' into it, or remove it"
+            )
         if inner := next((path for path in found if path.is_dir()), None):
-            raise FedobpError(f"{inner} is a folder: the images of class '{own.name}' must lie in {own} itself")
+            raise FedobpError(
+                f"{short(inner, 200)} is a folder: the images of class '{short(own.name)}' must lie in "
+                f"{short(own, 200)} itself"
+            )
         files += found
         names += [own.name] * len(found)
     images = Images(len(files))
     for at, file in enumerate(files):
         progress(f"reading {len(files):,} images", at / len(files))
-        images.add(str(file), file)
+        images.add(short(file, 200), file)
     return images.x, np.array(names)
 
 
@@ -60,12 +69,19 @@ def _pixels(where: str, file: Path | bytes) -> NDArray[np.uint8]:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(file if isinstance(file, Path) else io.BytesIO(file)) as image:
-            deep = image.mode.startswith(("I", "F"))
-            if not deep:
-                return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"PIL\.")  # what it has to say of odd files that it can read
+            warnings.simplefilter("error", Image.DecompressionBombWarning)  # Pillow's word for far too many pixels
+            with Image.open(regular(file) if isinstance(file, Path) else io.BytesIO(file)) as image:
+                deep = image.mode.startswith(("I", "F"))
+                if not deep:
+                    # Decoded, and converted: four bytes for a pixel each.
+                    with room_for(where, 8 * image.width * image.height):
+                        return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
+    except (FedobpError, MemoryError):
+        raise
     except Exception as error:  # a damaged image can make Pillow raise nearly anything
-        reason = "no image that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
+        reason = "no image that Pillow knows" if isinstance(error, UnidentifiedImageError) else first_line(error)
         raise FedobpError(f"{where} cannot be read as an image ({reason}): repair it, or remove it") from error
     raise FedobpError(f"{where} has more than 8 bits for a pixel: save it with 8, or import an npz with floats")
 

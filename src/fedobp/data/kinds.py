@@ -324,6 +324,8 @@ def _finite(shares: NDArray[np.float64], alpha: float) -> NDArray[np.float64]:
 
 def _enough(y: Indices, clients: int, each: int, instead: str = "use fewer --clients") -> None:
     if len(y) < each * clients:
+        if clients == 1 and each == SMALLEST:
+            instead = "choose another --partition, such as iid, or get more samples"
         raise FedobpError(f"{len(y):,} samples are fewer than {each} for each of {clients} clients: {instead}")
 
 

@@ -13,15 +13,13 @@
 Checked against a real file: organamnist.npz and the two label files of fmnist. The other checksums are as published.
 """
 
-import tarfile
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedobp.data import formats
-from fedobp.errors import FedobpError
+from fedobp.errors import FedobpError, first_line, short
+from fedobp.files import regular
 
 
 @dataclass(frozen=True)
@@ -144,9 +142,6 @@ SOURCES: dict[str, Source] = {
     "organcmnist": _medmnist("organcmnist", "b9ceb9546e10131b32923c5bbeaea2b1", None),
 }
 
-# What readers raise on a file that is not what it should be.
-_DAMAGE = (OSError, ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError)
-
 
 def installed(name: str) -> list[Path]:
     """Return the files of a dataset that is installed on this machine; none where it is not."""
@@ -160,9 +155,11 @@ def installed(name: str) -> list[Path]:
 def read(name: str, paths: Sequence[Path], tell: formats.Tell = lambda share: None) -> formats.Arrays:
     """Return a dataset's arrays out of its official files."""
     try:
-        return SOURCES[name].read(paths, tell)
-    except _DAMAGE as error:
-        reason = str(error) or type(error).__name__
+        return SOURCES[name].read([regular(path) for path in paths], tell)
+    except (FedobpError, MemoryError):
+        raise
+    except Exception as error:  # a damaged file can make gzip, tarfile and SciPy raise nearly anything
         raise FedobpError(
-            f"the files of dataset '{name}' in {paths[0].parent} cannot be read ({reason}): get them anew"
+            f"the files of dataset '{name}' in {short(paths[0].parent, 200)} cannot be read ({first_line(error)}): get "
+            "them anew"
         ) from error

@@ -9,6 +9,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
@@ -19,7 +20,9 @@ from numpy.typing import NDArray
 
 from fedobp.data.images import Images
 from fedobp.data.known import KNOWN
-from fedobp.errors import FedobpError, unknown
+from fedobp.data.memory import require, room_for
+from fedobp.errors import FedobpError, first_line, short, unknown
+from fedobp.files import regular
 
 _ROWS = 4096  # read together
 # Canonical whole numbers of 64 bits, also as pandas writes them where some are missing: 7 and 7.0, but not 007.
@@ -34,29 +37,33 @@ class _Columns:
     """Which of a table's columns are what."""
 
     def __init__(self, where: Path, names: Sequence[str], label: str, client: str | None) -> None:
-        self.where, self.label, self.client = where, label, client
+        self.where, self.label, self.client = short(where, 200), label, client
         if twice := [name for name, times in Counter(names).items() if times > 1]:
-            raise FedobpError(f"{where} has two columns called '{twice[0]}': rename one")
+            raise FedobpError(f"{self.where} has two columns called '{short(twice[0])}': rename one")
         for flag, name in (("--label", label), ("--client", client)):
             if name is not None and name not in names:
-                raise unknown(f"column for {flag} in {where}", name, names)
+                raise unknown(f"column for {flag} in {self.where}", name, names)
         if label == client:
-            raise FedobpError(f"--label and --client are both '{label}': name two columns")
+            raise FedobpError(f"--label and --client are both '{short(label)}': name two columns")
         self.named = [label] if client is None else [label, client]
         self.features = [name for name in names if name not in self.named]
         if not self.features:
-            raise FedobpError(f"{where} has no columns besides {' and '.join(self.named)}: there are no inputs")
+            besides = " and ".join(map(short, self.named))
+            raise FedobpError(f"{self.where} has no columns besides {besides}: there are no inputs")
 
     def gather(self, chunks: Iterable[Chunk], images: Images | None = None) -> dict[str, NDArray[Any]]:
         """Return a dataset's arrays from its rows; with `images`, the one feature is a column of them."""
         x: list[NDArray[np.float32]] = []
         names: dict[str, list[Any]] = {name: [] for name in self.named}
+        size = 0
         for chunk in chunks:
             row = len(names[self.label]) + 1
             if images:
                 self._look(images, chunk[self.features[0]], row)
             else:
                 x.append(np.stack([self._numbers(name, chunk[name], row) for name in self.features], axis=1))
+                size += x[-1].nbytes
+                require(f"{self.where}, of which {row:,} rows are read,", size)  # to join the parts in the end
             for name, known in names.items():
                 known.extend(chunk[name])
         if not names[self.label]:
@@ -67,46 +74,54 @@ class _Columns:
     def _look(self, images: Images, cells: Sequence[Any] | NDArray[Any], row: int) -> None:
         for at, cell in enumerate(cells, row):
             where = f"the image in row {at} of {self.where}"
-            if cell is None or (cell["bytes"] is None and cell.get("path") is None):
+            found = None if cell is None else cell.get("path") if cell["bytes"] is None else cell["bytes"]
+            if found is None:
                 raise FedobpError(f"{where} is missing: remove the row")
-            images.add(where, Path(cell["path"]) if cell["bytes"] is None else cell["bytes"])
+            if not isinstance(found, str | bytes):
+                raise FedobpError(f"{where} is neither bytes nor the path of a file: save the images anew")
+            images.add(where, Path(found) if isinstance(found, str) else found)
 
     def _numbers(self, name: str, cells: Sequence[Any] | NDArray[Any], row: int) -> NDArray[np.float32]:
         """Return a feature's cells as float32, or say which of them is no number."""
         try:
             with np.errstate(over="ignore"):
                 found = np.asarray(_plain(cells), np.float32)
-        except (ValueError, TypeError):
-            at, cell = next((at, cell) for at, cell in enumerate(cells, row) if not _is_number(cell))
-            shown = "nothing" if cell == "" else f"{str(cell)[:40]!r}"
+        except (ValueError, TypeError, OverflowError):
+            # What Python takes for a number, and NumPy does not, is the first of its kind.
+            wrong = ((at, cell) for at, cell in enumerate(cells, row) if not _is_number(cell))
+            at, cell = next(wrong, (row, cells[0]))
+            shown = "nothing" if cell == "" else f"'{short(cell)}'"
             raise FedobpError(
-                f"{self.where} has {shown} in row {at} of column '{name}', which is no number: turn the column into "
-                "numbers, or remove it"
+                f"{self.where} has {shown} in row {at} of column '{short(name)}', which is no number: turn the column "
+                "into numbers, or remove it"
             ) from None
         if not np.isfinite(found).all():
             at = row + int(np.argmin(np.isfinite(found)))
             raise FedobpError(
-                f"{self.where} has a missing, NaN or infinite value in row {at} of column '{name}': fill it in, or "
-                "remove the row"
+                f"{self.where} has a missing, NaN or infinite value in row {at} of column '{short(name)}': fill it "
+                "in, or remove the row"
             )
         return found
 
     def _names(self, what: str, column: str, cells: Mapping[str, list[Any]]) -> NDArray[Any]:
         """Return labels or clients: integers where all of them are whole numbers, else texts."""
-        texts = np.array(["" if cell is None else str(cell).strip() for cell in cells[column]])
+        listed = ["" if cell is None else str(cell).strip() for cell in cells[column]]
+        with room_for(f"the {what}s of {self.where}", 4 * len(listed) * max(map(len, listed))):  # all as wide as one
+            texts = np.array(listed)
         found, first = np.unique(texts, return_index=True)
         occurring: list[str] = found.tolist()
         for text, at in zip(occurring, first.tolist(), strict=True):
             if text.lower() in ("", "nan"):
                 raise FedobpError(
-                    f"{self.where} has no {what} in row {at + 1} of column '{column}': fill it in, or remove the row"
+                    f"{self.where} has no {what} in row {at + 1} of column '{short(column)}': fill it in, or remove "
+                    "the row"
                 )
         if what == "label" and all(map(_is_number, occurring)):
             fractions = [text for text in occurring if not float(text).is_integer()]
             if fractions:
                 raise FedobpError(
-                    f"{self.where} has numbers with fractions in the label column '{column}', such as {fractions[0]}: "
-                    "labels must be whole numbers or names of classes"
+                    f"{self.where} has numbers with fractions in the label column '{short(column)}', such as "
+                    f"{short(fractions[0])}: labels must be whole numbers or names of classes"
                 )
         return numbers_or_texts(texts)
 
@@ -150,19 +165,23 @@ def read_csv(path: Path, label: str, client: str | None, progress: Progress) -> 
             rows = filter(None, lines)
             names = [name.strip() for name in next(rows, [])]
             if not names:
-                raise FedobpError(f"{path} is empty: there is nothing to import")
+                raise FedobpError(f"{short(path, 200)} is empty: there is nothing to import")
             if "" in names:
                 raise FedobpError(
-                    f"{path} has no name for column {names.index('') + 1}: name it, or remove it (pandas leaves its "
-                    "index out with to_csv(index=False))"
+                    f"{short(path, 200)} has no name for column {names.index('') + 1}: name it, or remove it (pandas "
+                    "leaves its index out with to_csv(index=False))"
                 )
             if len(names) == 1 and re.search(r"[;\t|]", names[0]):
-                raise FedobpError(f"{path} separates its columns with something else: separate them with commas")
+                raise FedobpError(
+                    f"{short(path, 200)} separates its columns with something else: separate them with commas"
+                )
             size = path.stat().st_size
             chunks = _csv_chunks(path, names, rows, lambda: progress(f"reading {path.name}", raw.tell() / size))
             return _Columns(path, names, label, client).gather(chunks)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise FedobpError(f"{path} cannot be read as a CSV file ({error}): save it anew, in UTF-8") from error
+        raise FedobpError(
+            f"{short(path, 200)} cannot be read as a CSV file ({first_line(error)}): save it anew, in UTF-8"
+        ) from error
 
 
 def _csv_chunks(
@@ -173,8 +192,8 @@ def _csv_chunks(
         for at, row in enumerate(some, done + 1):
             if len(row) != len(names):
                 raise FedobpError(
-                    f"{path} has {len(row)} cells in row {at} and {len(names)} columns: put texts with commas into "
-                    "quotes, and fill in what is missing"
+                    f"{short(path, 200)} has {len(row)} cells in row {at} and {len(names)} columns: put texts with "
+                    "commas into quotes, and fill in what is missing"
                 )
         yield dict(zip(names, zip(*some, strict=True), strict=True))
         done += len(some)
@@ -188,41 +207,49 @@ def read_parquet(path: Path, label: str, client: str | None, progress: Progress)
         from pyarrow import parquet
     except ImportError as error:
         raise FedobpError("Parquet needs pyarrow: pip install 'fedobp[tables]'") from error
-    try:
-        with parquet.ParquetFile(path) as file:
-            tables = (pyarrow.Table.from_batches([batch]) for batch in file.iter_batches(_ROWS))
-            rows = file.metadata.num_rows
-            return _read_arrow(path, file.schema_arrow, rows, tables, label, client, progress)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise FedobpError(f"{path} cannot be read as a Parquet file ({_first_line(error)}): save it anew") from error
+    with _arrow_errors(path, "a Parquet file", "save it anew"), parquet.ParquetFile(path) as file:
+        tables = (pyarrow.Table.from_batches([batch]) for batch in file.iter_batches(_ROWS))
+        rows = file.metadata.num_rows
+        return _read_arrow(path, file.schema_arrow, rows, tables, label, client, progress)
 
 
 def read_saved(name: str, path: Path, label: str, client: str | None, progress: Progress) -> dict[str, NDArray[Any]]:
     """Read a Hugging Face dataset that `save_to_disk` wrote; of several splits, the one called train comes first."""
     try:
         import datasets
-        import pyarrow
     except ImportError as error:
         raise FedobpError("a Hugging Face dataset needs its library: pip install 'fedobp[hf]'") from error
-    try:
+    for file in path.rglob("*"):
+        if not file.is_dir():
+            regular(file)
+    with _arrow_errors(path, "a Hugging Face dataset", "save it anew with save_to_disk"):
         loaded = datasets.load_from_disk(str(path))
-    except Exception as error:  # damaged JSON and Arrow files make it raise nearly anything
-        raise _unreadable(path, error) from error
-    splits = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"": loaded}
-    ordered = sorted(splits, key=lambda split: split != "train")
-    first = splits[ordered[0]]
-    for split in ordered:
-        if splits[split].features != first.features:
-            raise FedobpError(f"{path} has other columns in '{split}' than in '{ordered[0]}': import one of them alone")
-    tables = (table for split in ordered for table in splits[split].with_format("arrow").iter(_ROWS))
-    # A known dataset's labels are its numbers; any other's are called as the dataset calls them.
-    classes = getattr(first.features.get(label), "names", None) if name not in KNOWN else None
-    rows = sum(map(len, splits.values()))
-    try:
+        splits = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"": loaded}
+        ordered = sorted(splits, key=lambda split: split != "train")
+        first = splits[ordered[0]]
+        for split in ordered:
+            if splits[split].features != first.features:
+                raise FedobpError(
+                    f"{short(path, 200)} has other columns in '{short(split)}' than in '{short(ordered[0])}': import "
+                    "one of them alone"
+                )
+        tables = (table for split in ordered for table in splits[split].with_format("arrow").iter(_ROWS))
+        # A known dataset's labels are its numbers; any other's are called as the dataset calls them.
+        classes = getattr(first.features.get(label), "names", None) if name not in KNOWN else None
+        rows = sum(map(len, splits.values()))
         found = _read_arrow(path, first.features.arrow_schema, rows, tables, label, client, progress, classes)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise _unreadable(path, error) from error
     return found if "train" not in splits else {**found, "n_train": np.array(len(splits["train"]))}
+
+
+@contextmanager
+def _arrow_errors(path: Path, what: str, remedy: str) -> Iterator[None]:
+    """Say in a sentence that a file is damaged: that makes pyarrow and Hugging Face's library raise nearly anything."""
+    try:
+        yield
+    except (FedobpError, MemoryError):
+        raise
+    except Exception as error:
+        raise FedobpError(f"{short(path, 200)} cannot be read as {what} ({first_line(error)}): {remedy}") from error
 
 
 def _read_arrow(
@@ -235,7 +262,7 @@ def _read_arrow(
     progress: Progress,
     classes: Sequence[str] | None = None,
 ) -> dict[str, NDArray[Any]]:
-    """Read Arrow tables; `classes` are the names of labels that are stored as numbers, of which -1 is none."""
+    """Read Arrow tables; `classes` are the names of labels that are stored as numbers; others, such as -1, are none."""
     from pyarrow import types
 
     # pandas writes its index as a column of this name: it is no feature.
@@ -244,24 +271,32 @@ def _read_arrow(
     kinds = {name: _stored(schema.field(name).type) for name in names}
     pictures = [name for name in columns.features if _holds_images(kinds[name])]
     if len(pictures) > 1:
-        raise FedobpError(f"{path} has images in {' and '.join(pictures)}: remove all but one of these columns")
+        both = short(" and ".join(pictures), 200)
+        raise FedobpError(f"{columns.where} has images in {both}: remove all but one of these columns")
     columns.features = pictures or columns.features
     for name in columns.named:
         if types.is_nested(kinds[name]):
             what = "images" if _holds_images(kinds[name]) else "lists"
-            raise FedobpError(f"{path} has {what} in column '{name}': labels and clients are whole numbers or names")
+            raise FedobpError(
+                f"{columns.where} has {what} in column '{short(name)}': labels and clients are whole numbers or names"
+            )
     for name in columns.features:
         if types.is_nested(kinds[name]) and not pictures:
-            raise FedobpError(f"{path} has lists in column '{name}': give each number a column, or import an npz")
+            raise FedobpError(
+                f"{columns.where} has lists in column '{short(name)}': give each number a column, or import an npz"
+            )
 
     def chunks() -> Iterator[Chunk]:
         done = 0
         for table in tables:
+            table.validate(full=True)  # offsets in a damaged file may point anywhere
             chunk: dict[str, Any] = {name: table.column(name).to_pylist() for name in [*columns.named, *pictures]}
             if not pictures:
                 chunk |= {name: table.column(name).to_numpy() for name in columns.features}
             if classes:
-                chunk[label] = [None if at in (None, -1) else classes[at] for at in chunk[label]]
+                chunk[label] = [
+                    None if at is None or not 0 <= at < len(classes) else classes[at] for at in chunk[label]
+                ]
             yield chunk
             done += len(table)
             progress(f"reading {path.name}", done / rows)
@@ -278,12 +313,3 @@ def _holds_images(kind: Any) -> bool:
     from pyarrow import types
 
     return bool(types.is_struct(kind)) and kind.get_field_index("bytes") >= 0
-
-
-def _unreadable(path: Path, error: Exception) -> FedobpError:
-    reason = _first_line(error)
-    return FedobpError(f"{path} cannot be read as a Hugging Face dataset ({reason}): save it anew with save_to_disk")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

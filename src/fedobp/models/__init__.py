@@ -25,7 +25,16 @@ class Model:
         if name not in NETS:
             raise unknown("model", name, NETS)
         self.name, self.shape, self.classes = name, tuple(shape), classes
-        module = self._build(seed=0)
+        try:
+            module = self._build(seed=0)
+        except RuntimeError as error:
+            if "can't allocate memory" not in str(error):
+                raise
+            size = "x".join(map(str, self.shape))
+            raise FedobpError(
+                f"model '{name}' for inputs of shape {size} needs more memory than there is: choose another --model, "
+                "or import smaller inputs"
+            ) from error
         self._check(module)
         self.linear = linear_layers(module, torch.zeros(2, *self.shape))
         self.structure, self._threads = pure(module), threading.local()

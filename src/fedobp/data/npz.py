@@ -1,0 +1,127 @@
+"""Reading npz files that anybody may have made: without pickle, and nothing is allocated on a header's word.
+
+What an array's header claims must be what the archive holds, and must fit into the memory that is free.
+"""
+
+import io
+import math
+import struct
+import zipfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedobp.data.known import KNOWN
+from fedobp.data.memory import room_for
+from fedobp.errors import FedobpError, first_line, short
+from fedobp.files import regular
+
+_HEADER = 1 << 14  # bytes of a member in which its header must end; NumPy allows 10,000 characters
+
+
+class _Pickled(ValueError):
+    """An array of Python objects."""
+
+
+@dataclass(frozen=True)
+class _Member:
+    """An array in an archive, by its header."""
+
+    file: zipfile.ZipInfo
+    shape: tuple[int, ...]
+    transposed: bool  # stored in Fortran's order
+    dtype: np.dtype[Any]
+    start: int  # of its values, after the header
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def npz_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all arrays of an npz file, by their headers."""
+    with _opened(path) as archive:
+        return {key: member.shape for key, member in _members(archive).items()}
+
+
+def read_npz(path: Path, keys: Collection[str] | None = None, *, mapped: bool = False) -> dict[str, NDArray[Any]]:
+    """Return an npz file's arrays, or those that are named; `mapped` leaves x in the file until it is used."""
+    with _opened(path) as archive:
+        chosen = {key: member for key, member in _members(archive).items() if keys is None or key in keys}
+        found = {}
+        if mapped and "x" in chosen and (x := _mapped(path, chosen["x"])) is not None:
+            found["x"] = x
+        left = {key: member for key, member in chosen.items() if key not in found}
+        with room_for(f"reading {short(path, 200)}", sum(member.size for member in left.values())):
+            for key, member in left.items():
+                with archive.open(member.file) as stream:
+                    found[key] = np.lib.format.read_array(stream, allow_pickle=False)
+        return {key: found[key] for key in chosen}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Open an archive, and say in a sentence what is wrong with it; damage makes zipfile and NumPy raise anything."""
+    try:
+        with zipfile.ZipFile(regular(path)) as archive:
+            yield archive
+    except (FedobpError, MemoryError):
+        raise
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+def _members(archive: zipfile.ZipFile) -> dict[str, _Member]:
+    found = {}
+    for file in archive.infolist():
+        key = file.filename.removesuffix(".npy")
+        with archive.open(file) as stream:
+            head = io.BytesIO(stream.read(_HEADER))
+        if key == file.filename or not head.getvalue().startswith(b"\x93NUMPY"):
+            raise ValueError(f"{short(key)} is no array")
+        first = np.lib.format.read_magic(head) == (1, 0)
+        read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+        member = _Member(file, *read(head), head.tell())
+        if member.dtype.hasobject:
+            raise _Pickled
+        if (
+            min(member.shape, default=0) < 0
+            or not member.dtype.itemsize
+            or member.start + member.size != file.file_size
+        ):
+            raise ValueError(f"{short(file.filename)} is not as long as it says")
+        found[key] = member
+    return found
+
+
+def _mapped(path: Path, member: _Member) -> NDArray[np.uint8] | None:
+    """Return an array of bytes as it lies in the file, to be read when it is used; None if it lies there otherwise."""
+    stored = member.file.compress_type == zipfile.ZIP_STORED
+    if not stored or member.dtype != np.uint8 or member.transposed or not member.size:
+        return None
+    with path.open("rb") as file:
+        file.seek(member.file.header_offset + 26)  # where a member says how long its name and its extra field are
+        offset = member.file.header_offset + 30 + sum(struct.unpack("<HH", file.read(4))) + member.start
+        # Copy on write: the file never changes, and PyTorch is given memory that it may write to.
+        return np.asarray(np.memmap(file, np.uint8, "c", offset, member.shape))
+
+
+def _unreadable(path: Path, error: Exception) -> FedobpError:
+    if isinstance(error, PermissionError):
+        return FedobpError(
+            f"{short(path, 200)} may not be read ({error.strerror}): ask its owner, or change its permissions"
+        )
+    if isinstance(error, _Pickled):
+        reason = "it holds pickled objects, which are never read"
+    elif not zipfile.is_zipfile(path):
+        reason = "it is not one, or damaged"
+    else:
+        reason = f"damaged or incomplete: {first_line(error)}"
+    fetched = path.stem in KNOWN
+    remedy = f"save it anew, or remove it and run `fedobp data fetch {path.stem}`" if fetched else "save it anew"
+    return FedobpError(f"{short(path, 200)} cannot be read as an npz file of plain arrays ({reason}): {remedy}")
