@@ -56,7 +56,7 @@ class Unhashable:
         return torch.zeros(())
 
 
-PLACES = ["begin", "everyone", "nothing", "send", "receive", "serve", "predict", "nan", "wrong server"]
+PLACES = ["begin", "turns", "no turns", "nothing", "send", "receive", "serve", "predict", "nan", "wrong server"]
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Boom(FedAvg):
     def predict(self):
         return fail if self.where == "predict" else None
 
-    def everyone(self, round, rounds):
-        return fail() if self.where == "everyone" else False
+    def turns(self, round, rounds):
+        return fail() if self.where == "turns" else () if self.where == "no turns" else ("cohort",)
 
     def begin(self, model, theta, seed):
         return leave() if self.where == "begin" else super().begin(model, theta, seed)

@@ -276,14 +276,14 @@ GOLDEN = {
     "pfedme": (63.370786516853926, 62.77456995351732, 9.07713441511672),
     "fedala": (62.92134831460674, 62.442101805259696, 9.083146322988426),
     "fedrod": (73.03370786516854, 69.88972270024901, 9.007307256828078),
-    "floco": (29.438202247191008, 45.16404363772784, 8.872328273902495),
+    "floco": (25.39325842696629, 47.78952626321048, 8.891026722720714),
     "pfedsim": (24.269662921348313, 42.394023994023996, 9.064444436558183),
     "seqfededt": (8.764044943820224, 12.691526112578744, 9.198303167596254),
     "decoupled": (33.70786516853933, 50.44049151417573, 9.062058750164823),
     "pfedfda": (77.97752808988764, 76.41251617041091, 9.123024567804299),
     "fedpac": (63.59550561797753, 65.34098599361758, 9.006665725776422),
     "flute": (58.876404494382015, 64.20070285333443, 8.96984300147067),
-    "feddpa": (15.056179775280897, 26.493289356447246, 9.092742635941246),
+    "feddpa": (42.02247191011236, 43.733891333891336, 9.153824648522138),
     "fedselect": (8.539325842696629, 12.556390977443609, 9.089700392869691),
 }
 
@@ -321,7 +321,7 @@ def test_the_package_offers_exactly_its_public_names():
 
 @dataclass(frozen=True)
 class Relay(FedAvg):
-    """One client after the other trains the model that the one before it left; all of them in round 2."""
+    """One client after the other trains the model that the one before it left; in round 2 all do before the cohort."""
 
     name: ClassVar[str] = "relay"
     summary: ClassVar[str] = "a relay"
@@ -331,8 +331,8 @@ class Relay(FedAvg):
     def together(self):
         return False
 
-    def everyone(self, round, rounds):
-        return round == 2
+    def turns(self, round, rounds):
+        return ("everyone", "cohort") if round == 2 else ("cohort",)
 
     def receive(self, model, now, server, rows, up, n):
         assert len(now.cohort) == len(n) == 1
@@ -352,7 +352,7 @@ def relayed(config):
     people = Population(data, {}, theta, config.seed, Budget())
     hp = {"lr": config.lr, "momentum": 0.0, "weight_decay": 0.0}
     for round, cohort in enumerate(cohorts(config), start=1):
-        for client in range(config.clients) if round == 2 else cohort.tolist():
+        for client in [*(range(config.clients) if round == 2 else []), *cohort.tolist()]:
             now = Moment(round, config.rounds, config.clients, config.epochs, torch.tensor([client]))
             [answer] = engine.train([Task(people, now, Relay().local(model, now), {"theta": theta[None]}, hp)])
             theta = answer.up["theta"][0]
@@ -367,10 +367,10 @@ def test_clients_may_take_turns(engine, tmp_path):
     found = torch.cat([tensor.flatten() for tensor in result.state_dict().values()])
     torch.testing.assert_close(found, relayed(config), rtol=0, atol=1e-10)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [len(line["cohort"]) for line in lines] == [3, 5, 3]
-    assert lines[1]["cohort"] == [0, 1, 2, 3, 4]
+    assert [len(line["cohort"]) for line in lines] == [3, 8, 3]
+    assert lines[1]["cohort"][:5] == [0, 1, 2, 3, 4]
     size = 8 * len(found)
-    assert [line["bytes_up"] for line in lines] == [3 * size, 5 * size, 3 * size]
+    assert [line["bytes_up"] for line in lines] == [3 * size, 8 * size, 3 * size]
     assert all(line["loss"] > 0 for line in lines)
 
 

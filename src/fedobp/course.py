@@ -6,15 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from fedobp.algorithms import Method, Moment, method_class
+from fedobp.algorithms import Method, Moment, Turn, method_class
 from fedobp.config import Config, side_by_side
 from fedobp.data import FederatedData
 from fedobp.engine import Budget, Engine, Population, Store, Task, Trained, diverged, pooled_gradient
+from fedobp.errors import FedobpError
 from fedobp.evaluation import Accuracy, Cold, Evaluator, Report, protocol
 from fedobp.keys import NOBODY, Purpose, fold, permutation
 from fedobp.models import Model
@@ -127,8 +128,11 @@ class Run(Course):
 
     def turns_of(self, now: Moment) -> list[Moment]:
         """Return the cohorts that train one after the other in a round; each client is one if they are not together."""
+        asked = self.method.turns(now.round, now.rounds)
+        if not asked or set(asked) - set(get_args(Turn)):
+            raise FedobpError(f"`turns` of {self.method.name} must return 'cohort', 'everyone' or both, not {asked!r}")
         all_clients = replace(now, cohort=torch.arange(self.config.trainers), everyone=True)
-        turns = [all_clients if turn == "everyone" else now for turn in self.method.turns(now.round, now.rounds)]
+        turns = [all_clients if turn == "everyone" else now for turn in asked]
         if self.method.together:
             return turns
         return [replace(turn, cohort=one) for turn in turns for one in turn.cohort.split(1)]
