@@ -52,9 +52,9 @@ def each_round(federation: Federation) -> Iterator[tuple[int, list[int]]]:
     return enumerate((cohort.tolist() for cohort in cohorts(federation.config)), start=1)
 
 
-def key(federation: Federation, client: int, round: int, phase: int) -> Tensor:
+def key(federation: Federation, client: int, round: int, phase: int, purpose: Purpose = Purpose.TRAIN) -> Tensor:
     """Return the key of a phase of a client's visit, which is named by its position in the client's program."""
-    return fold(fold(federation.config.seed, round, client, Purpose.TRAIN), phase)
+    return fold(fold(federation.config.seed, round, client, purpose), phase)
 
 
 def samples(federation: Federation, client: int) -> tuple[Tensor, Tensor]:
