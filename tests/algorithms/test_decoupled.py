@@ -206,6 +206,10 @@ def test_the_client_smooths_its_own_scores():
     second = merged(method, vector(8, 0, 0, 0, 0, 0, 0, 0), 2, theta, **kept)
     assert second.own["score"].tolist() == [1, 3, 0, 0, 0, 0, 1.5, 0]
     assert second.work["mine"].nonzero()[:, 0].tolist() == [1, 6]
+    new = merged(method, torch.ones(8), 2, theta, seen=torch.tensor(False), score=own["score"], scored=own["scored"])
+    assert new.own["scored"].tolist() is False  # of theta^0, that is: it does not count at the next visit
+    squared = merged(replace(method, score="fisher-batch"), vector(8, 0, 0, 0, 0, 0, 0, 0), 2, theta, **kept)
+    assert squared.own["score"].tolist() == [4, 3, 0, 0, 0, 0, 1.5, 0]  # the square of the mean, smoothed
 
 
 def test_the_client_that_scores_gets_everything_and_the_server_keeps_nothing():

@@ -10,7 +10,7 @@ from sweeps import draw, numbers, visit
 from torch.nn import functional
 from walk import moment, row
 
-from fedobp.algorithms import METHODS, Sweep, Train
+from fedobp.algorithms import METHODS, Client, Sweep, Train
 from fedobp.engine.schedule import batches as positions
 from fedobp.engine.schedule import subset
 from fedobp.keys import Purpose, fold
@@ -114,6 +114,15 @@ def test_its_program():
     assert isinstance(learning, Sweep)
     assert (learning.epochs, learning.fraction, learning.smallest) == (100, 0.8, 1)
     assert training == Train(5)
+
+
+@pytest.mark.parametrize(("epochs", "spread", "more"), [(11, 0.099, False), (11, 0.101, True), (10, 0.0, True)])
+def test_a_first_time_ends_when_ten_losses_agree(epochs, spread, more):
+    """That is, after more than 10 epochs, if the standard deviation of the last 10, of a population, is below 0.1."""
+    losses = torch.tensor([1 + spread, 1 - spread] * 5).double()
+    work = {"epochs": torch.tensor(epochs), "losses": losses, "started": torch.tensor(False)}
+    client = Client({}, {}, {**work, "top": LOCAL, "shared": GLOBAL}, {}, {})
+    assert bool(FedALA().local(MODEL, NOW)[2].more(MODEL, client)) == more
 
 
 def test_equal_models_teach_nothing_and_are_no_first_time():

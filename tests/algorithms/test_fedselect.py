@@ -66,6 +66,7 @@ def grown(moved, mine, model=None, **options):
         ([1, -9, 3, 2, 50, 50], "000000", {"grow": 0.0}, "000000"),
         ([1, -9, 3, 2, 50, 50], "111000", {"grow": 1.0}, "111100"),  # three of four are not above 80 per cent
         ([1, -9, 3, 2, 50, 50], "111000", {"grow": 1.0, "cap": 0.7}, "111000"),
+        ([1, -9, 3, 2, 50, 50], "111000", {"grow": 1.0, "cap": 0.75}, "111100"),
         ([3, 3, 3, 1, 50, 50], "000000", {}, "111000"),  # ties go together
         ([0, 0, 0, 2, 50, 50], "000000", {"grow": 0.5}, "000100"),  # what has not moved stays shared
         ([0, 0, 0, 0, 0, 0], "000000", {"grow": 1.0}, "000000"),
@@ -173,6 +174,13 @@ def test_the_ports_mask_goes_from_client_to_client():
         )
         assert bits(served.work["mine"]) == ("111100" if client == 0 else "000000")
         assert served.theta.tolist() == [*(state if client == 0 else server)["theta"][:4].tolist(), 2, 2]
+
+
+def test_the_ports_growth_looks_at_the_change_of_one_visit():
+    method, start = METHOD(mode="as-published", every=1, grow=0.2), vector(50, 40, 30, 20, 10, 0)
+    own = {"theta": torch.zeros(6), "seen": torch.tensor(True)}
+    down = {"theta": start, "start": start, "mine": torch.zeros(6).bool(), "visits": torch.tensor(1)}
+    assert bits(visit(method, own, down, vector(0, 0, 0, 1, 0, 0)).up["mine"]) == "000100"
 
 
 # Against a plain loop.

@@ -1,4 +1,4 @@
-"""pFedMe against a plain loop with modules, and where its numbers leave nothing to do."""
+"""pFedMe against a plain loop with modules."""
 
 import pytest
 import torch
