@@ -135,7 +135,7 @@ def test_it_serves_the_mixture_with_the_current_global_model():
 
 
 @pytest.mark.parametrize("rates", RATES)
-@pytest.mark.parametrize("options", [{}, {"mix": 0.8, "adaptive": "on"}, {"mode": "as-published"}])
+@pytest.mark.parametrize("options", [{"mix": 0.8, "adaptive": "on"}, {"mode": "as-published"}])
 def test_runs_are_those_of_a_plain_loop(options, rates):
     federation = small("apfl", rates, options)
     config, method = federation.config, APFL.configure(options)

@@ -230,7 +230,7 @@ def test_the_client_that_scores_gets_everything_and_the_server_keeps_nothing():
 @pytest.mark.parametrize("score", STEPS)
 def test_runs_are_those_of_a_plain_loop(score, rates):
     """With importance taken sample by sample."""
-    federation = small("decoupled", rates, {"q": 0.9, "score": score}, clients=16, participation=0.125)
+    federation = small("decoupled", rates, {"q": 0.9, "score": score}, clients=8, participation=0.25)
     theta, last = theta_0(federation), {}
 
     def gradient(values, x, y):
@@ -258,7 +258,7 @@ def test_runs_are_those_of_a_plain_loop(score, rates):
         last |= dict(zip(cohort, models, strict=True))
         theta, visits = mean(federation, cohort, models), visits + len(cohort)
     assert len(last) < visits  # somebody came back
-    for result in both_engines(federation, theta, {client: merge(client) for client in range(16)}):
+    for result in both_engines(federation, theta, {client: merge(client) for client in range(8)}):
         assert result.bytes.down_per_round == result.bytes.up_per_round == 2 * 8 * federation.model.layout.size
 
 

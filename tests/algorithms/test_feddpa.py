@@ -115,9 +115,8 @@ def chosen(fisher, method):
 @pytest.mark.parametrize("rates", RATES)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"threshold": 0.1, "near": 2.0, "level": 1.0, "bound": 0.05}, {"mode": "as-published"},
-     {"mode": "as-published", "threshold": 0.7}],
-)  # fmt: skip
+    [{"threshold": 0.1, "near": 2.0, "level": 1.0, "bound": 0.05}, {"mode": "as-published", "threshold": 0.7}],
+)
 def test_runs_are_those_of_a_plain_loop(options, rates):
     federation, method = small("feddpa", rates, options, **SMALL), METHOD(**options)
     published = method.mode == "as-published"

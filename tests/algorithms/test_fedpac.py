@@ -221,6 +221,7 @@ def test_only_classes_of_the_cohort_have_prototypes():
         "h": torch.zeros(2, 3 * WIDTH), "variance": torch.ones(2),
     }  # fmt: skip
     rows = {name: value.repeat(2, 1) for name, value in row.items()}
+    server["known"] = torch.tensor([False, False, True])  # the last cohort's
     server, rows = METHOD.receive(MODEL, moment(0, 1), server, rows, up, torch.tensor([3, 3]))
     assert server["known"].tolist() == [True, True, False]
     assert server["prototypes"].view(3, -1)[:, 0].tolist() == [4, 1, 0]

@@ -99,6 +99,12 @@ def test_alikeness_is_the_mean_cosine_of_rows_between_0_and_that_of_equals():
     assert torch.allclose(alikeness(7 * heads), found)
 
 
+def test_a_client_is_like_itself_even_without_a_head(model):
+    server, uploads = {"theta": torch.ones(8)}, {"theta": torch.zeros(2, 8)}
+    server, _ = METHOD.receive(model, moment(2, 0, 1), server, {}, uploads, torch.tensor([1, 1]))
+    assert torch.allclose(server["alike"], 0.9999 * torch.eye(3))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_shares_of_equal_clients_are_equal_and_finite(dtype):
     alike = alikeness(torch.ones(4, 3, 2, dtype=dtype))
