@@ -10,7 +10,6 @@ from plain import RATES, batches, both_engines, each_round, fit, flat, mean, sam
 from torch.nn import functional
 from walk import vector
 
-from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Batch, Client, Moment, Sparse, Sweep, Train
 from fedobp.algorithms.decoupled import STEPS, add_gradient, add_squares, draw, take_own
 from fedobp.engine import pooled_gradient
@@ -18,7 +17,6 @@ from fedobp.errors import FedobpError
 from fedobp.models import Layout, Model
 
 Decoupled = METHODS["decoupled"]
-SMALL = {"clients": 5, "participation": 0.6, "rounds": 3, "epochs": 2, "lr": 0.1, "model": "mlp", "device": "cpu"}
 TINY = SimpleNamespace(layout=Layout(("fc.weight", "fc.bias", "classifier.weight"), ((3,), (1,), (4,))))
 SCORES = ("squared", "product", "gradient", "fisher", "fisher-batch", "obd", "taylor", "magnitude", "random")
 
@@ -44,13 +42,13 @@ def personal(method, theta, rows, now=None):
 @pytest.mark.parametrize("engine", ["serial", "lanes"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"q": 0.9, "norm": "layer", "ema": 0.5}, {"q": 0.9, "score": "product", "scope": "classifier",
+    [{"q": 0.99}, {"q": 0.9, "norm": "layer", "ema": 0.5}, {"q": 0.9, "score": "product", "scope": "classifier",
                                                    "start": "literal"}],
 )  # fmt: skip
 def test_with_its_score_and_pool_it_is_fedobp_bit_for_bit(engine, options):
-    federation = Federation(Config(**SMALL, engine=engine))
+    federation = small("decoupled", "one batch", engine=engine)
     ours, fedobp = (federation.run(name, **options) for name in ("decoupled", "fedobp"))
-    for client in (None, *range(5)):
+    for client in (None, *range(4)):
         assert flat(ours.state_dict(client).values()).equal(flat(fedobp.state_dict(client).values()))
     assert (ours.bytes, ours.history, ours.personal) == (fedobp.bytes, fedobp.history, fedobp.personal)
     assert ours.personal.max > 0
@@ -266,7 +264,7 @@ def test_runs_are_those_of_a_plain_loop(score, rates):
 
 
 def test_taylor_is_the_pooled_gradient_times_the_distance(monkeypatch):
-    federation = Federation(Config(**SMALL, precision="fp64"))
+    federation = small("decoupled", "one batch")
     model, data = federation.model, federation.data
     monkeypatch.setattr("fedobp.engine.pooled._ROWS", 2)
     monkeypatch.setattr("fedobp.engine.pooled._SAMPLES", 100)

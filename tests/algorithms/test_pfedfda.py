@@ -300,8 +300,8 @@ def test_runs_are_those_of_a_plain_loop(betas, rates):
     def adapted(base, client, few, *when):
         x, y = samples(federation, client)
         z = hidden(base, x)
-        own = [z[y == c].mean(dim=0) if c in y else centres[c] for c in range(10)]
-        scatter = sum(torch.outer(a - own[c], a - own[c]) for a, c in zip(z, y, strict=True))
+        own = torch.stack([z[y == c].mean(dim=0) if c in y else centres[c] for c in range(10)])
+        scatter = (z - own[y]).T @ (z - own[y])
         kept = torch.stack([one if (y == c).sum() > few else centres[c] for c, one in enumerate(own)])
         for_mean, for_scatter = beta(base, client, key(federation, client, *when))
         spread = scatter / (len(y) - 1) + eye + EPS
