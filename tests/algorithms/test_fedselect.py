@@ -244,11 +244,10 @@ def test_the_port_becomes_training_alone():
     assert any(not torch.equal(model[name], result.state_dict(1)[name]) for name in model)
 
 
-@pytest.mark.parametrize("change", [{"every": 2}, {"grow": 0.5}, {"cap": 0.1}])
-def test_every_option_changes_the_model(change):
+def test_every_option_changes_the_model():
     federation = small("fedselect", "one batch", {"every": 1}, **SMALL)
-    ours, theirs = (federation.run(**options).personal.mean for options in ({}, change))
-    assert ours != theirs
+    kept = [federation.run(**change).personal.mean for change in ({}, {"every": 2}, {"grow": 0.5}, {"cap": 0.1})]
+    assert len(set(kept)) == 4
 
 
 @pytest.mark.parametrize("engine", ["serial", "lanes"])

@@ -10,7 +10,6 @@ from plain import RATES, batches, both_engines, each_round, fit, flat, mean, sgd
 from torch import nn
 from walk import vector, walk
 
-from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Moment, Train
 from fedobp.algorithms.pfedsim import alikeness, shares
 from fedobp.errors import FedobpError
@@ -125,8 +124,8 @@ def test_the_warm_up_is_a_share_of_the_rounds():
 
 
 def test_a_run_of_nothing_but_warm_up_is_fedavg():
-    federation = Federation(Config(clients=5, rounds=2, participation=0.4, epochs=1, model="mlp", device="cpu"))
-    ours, fedavg = federation.run("pfedsim", rho=1.0), federation.run("fedavg")
+    federation = small("pfedsim", "one batch", {"rho": 1.0})
+    ours, fedavg = federation.run(), federation.run("fedavg")
     assert flat(ours.state_dict().values()).equal(flat(fedavg.state_dict().values()))
     assert (ours.accuracy, ours.personal, ours.bytes) == (fedavg.accuracy, fedavg.personal, fedavg.bytes)
 

@@ -9,7 +9,6 @@ from plain import RATES, batches, both_engines, each_round, flat, mean, sgd, sma
 from torch.nn import functional
 from walk import moment, row, vector, walk
 
-from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Sparse
 from fedobp.models import Layout
 
@@ -96,21 +95,3 @@ def test_statistics_of_batch_norm_do_not_compete():
     assert state.up["theta"].keep.tolist() == [True, False, True, True]
     merged, _ = walk(model, METHOD.serve(model, NOW), state.own, {"theta": vector(0, 0, 0, 0)}, [])
     assert merged.theta.tolist() == [0, 2, 0, 0]
-
-
-@pytest.mark.parametrize("engine", ["serial", "lanes"])
-@pytest.mark.parametrize(("share", "withheld"), [(0.3, 6727), (0.9, 961)])
-def test_bytes_are_the_model_down_and_what_changed_little_up(engine, share, withheld):
-    config = Config(clients=6, rounds=2, participation=0.5, epochs=1, model="mlp", precision="fp64", engine=engine,
-                    partition="iid")  # fmt: skip
-    result = Federation(config).run("pspfl", share=share)
-    size = 9610  # no ties at the threshold with these samples; they would be sent
-    assert result.bytes.down_per_round == 3 * 8 * size
-    assert result.bytes.up_per_round == 3 * (8 * (size - withheld) + min(4 * withheld, math.ceil(size / 8)))
-
-
-@pytest.mark.parametrize("change", [{"keep": 0.9}, {"share": 0.9}])
-def test_both_quantiles_change_the_model(change):
-    federation = Federation(Config(clients=4, rounds=3, participation=0.5, epochs=1, model="mlp"))
-    ours, theirs = (federation.run("pspfl", **options).state_dict(0) for options in ({}, change))
-    assert any(not torch.equal(ours[name], theirs[name]) for name in ours)
