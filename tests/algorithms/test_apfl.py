@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from plain import RATES, SIZES, batches, both_engines, each_round, flat, mean, small, theta_0
 from sweeps import draw, numbers, padded, visit
 from torch.nn import functional
 from walk import moment, row
 
-from fedobp import Config, Federation
 from fedobp.algorithms import METHODS
 from fedobp.models import Model
 
@@ -14,7 +14,7 @@ APFL = METHODS["apfl"]
 NOW = moment(0, 1, epochs=2)
 MODEL = Model("mlp", (4,), 3)
 THETA = MODEL.initial(0).double()
-RATES = {"lr": 0.3, "momentum": 0.6, "weight_decay": 0.05}
+NUMBERS = {"lr": 0.3, "momentum": 0.6, "weight_decay": 0.05}
 BATCHES = {0: draw(1, [5, 3, 2]), 1: draw(2, [4, 1])}  # a batch of one sample is skipped
 MODES = [
     {}, {"adaptive": "on"}, {"mode": "as-published"}, {"mode": "as-published", "adaptive": "on"}, {"mix": 0.9},
@@ -22,14 +22,13 @@ MODES = [
 ]  # fmt: skip
 
 
-def plain_visit(v, w, a, batches, adaptive, published):
+def plain_visit(model, v, w, a, epochs, adaptive, published, **rates):
     """Train two modules on the same batches, as the authors' code does, or with the framework's slips."""
-    mine, ours = MODEL.module(v), MODEL.module(w)
-    rates = {"lr": 0.3, "momentum": 0.6, "weight_decay": 0.05}
+    mine, ours = model.module(v), model.module(w)
     own, shared = (torch.optim.SGD(module.parameters(), **rates) for module in (mine, ours))
     steps = 0
-    for epoch in range(2):
-        for x, y in batches:
+    for epoch, data in enumerate(epochs):
+        for x, y in data:
             if len(y) == 1:
                 continue
             shared.zero_grad()
@@ -50,14 +49,14 @@ def plain_visit(v, w, a, batches, adaptive, published):
                 slope = 0.02 * a
                 for one, other in zip(mine.parameters(), ours.parameters(), strict=True):
                     slope += float(((one - other).detach() * (a * one.grad + (1 - a) * other.grad)).sum())
-                a = min(1.0, max(0.0, a - 0.3 * slope))
-    return MODEL.read(mine), MODEL.read(ours), a
+                a = min(1.0, max(0.0, a - rates["lr"] * slope))
+    return model.read(mine), model.read(ours), a
 
 
 @pytest.mark.parametrize("options", MODES)
 def test_two_rounds_are_those_of_a_plain_loop(options):
     method = APFL.configure(options)
-    hp = numbers(**RATES)
+    hp = numbers(**NUMBERS)
     adaptive, published = method.adaptive == "on", method.mode == "as-published"
     server, rows, own = method.begin(MODEL, THETA, 0)
     owns = [own, own]
@@ -68,8 +67,9 @@ def test_two_rounds_are_those_of_a_plain_loop(options):
         for client in (0, 1):
             program = method.local(MODEL, NOW)
             done, epochs = visit(MODEL, program, owns[client], row(down, client), hp, lambda _, c=client: BATCHES[c])
-            plain = plain_visit(personal[client], shared, mixes[client], BATCHES[client], adaptive, published)
-            personal[client], w, mixes[client] = plain
+            personal[client], w, mixes[client] = plain_visit(
+                MODEL, personal[client], shared, mixes[client], [BATCHES[client]] * 2, adaptive, published, **NUMBERS
+            )
             assert epochs == [2]
             assert list(done.up) == ["theta"]
             torch.testing.assert_close(done.own["theta"], personal[client], rtol=0, atol=1e-12)
@@ -116,8 +116,8 @@ def test_the_weight_stays_between_0_and_1():
 def test_without_a_batch_nothing_moves():
     method = APFL(adaptive="on")
     own = {"theta": THETA * 2, "mix": torch.tensor(0.7, dtype=torch.float64)}
-    for batches in ([], draw(0, [1])):
-        done, _ = visit(MODEL, method.local(MODEL, NOW), own, {"theta": THETA}, numbers(), lambda _, b=batches: b)
+    for none in ([], draw(0, [1])):
+        done, _ = visit(MODEL, method.local(MODEL, NOW), own, {"theta": THETA}, numbers(), lambda _, b=none: b)
         assert done.own["theta"].equal(THETA * 2)
         assert float(done.own["mix"]) == 0.7
         assert done.up["theta"].equal(THETA)
@@ -134,15 +134,34 @@ def test_it_serves_the_mixture_with_the_current_global_model():
     torch.testing.assert_close(method.predict(MODEL, served.work, x), expected)
 
 
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("options", [{"mix": 0.8, "adaptive": "on"}, {"mode": "as-published"}])
+def test_runs_are_those_of_a_plain_loop(options, rates):
+    federation = small("apfl", rates, options)
+    config, method = federation.config, APFL.configure(options)
+    kind = method.adaptive == "on", method.mode == "as-published"
+    shared = flat(theta_0(federation))
+    personal, mixes = dict.fromkeys(range(4), shared), dict.fromkeys(range(4), method.mix)
+    for round, cohort in each_round(federation):
+        models = []
+        for client in cohort:
+            data = list(batches(federation, client, round, phase=2, epochs=2))
+            epochs = data[: len(data) // 2], data[len(data) // 2 :]
+            personal[client], w, mixes[client] = plain_visit(
+                federation.model, personal[client], shared, mixes[client], epochs, *kind,
+                lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay,
+            )  # fmt: skip
+            models.append([w])
+        [shared] = mean(federation, cohort, models)
+    for result in both_engines(federation, [shared], {client: [v] for client, v in personal.items()}):
+        assert result.bytes.down_per_round == result.bytes.up_per_round == 2 * 8 * sum(SIZES)
+
+
 @pytest.mark.parametrize("engine", ["serial", "lanes"])
 @pytest.mark.parametrize(("mix", "other"), [(0.0, "fedavg"), (1.0, "local")])
 def test_at_its_ends_it_is_a_known_method(engine, mix, other):
     """All of one model is FedAvg, all of the other Local-Only. A client's samples are one batch, in any order."""
-    config = Config(clients=4, participation=0.5, rounds=3, epochs=2, batch_size=2000, lr=0.1, alpha=0.5,
-                    precision="fp64", model="mlp", engine=engine, device="cpu", eval_every=1)  # fmt: skip
-    federation = Federation(config)
-    found, expected = federation.run("apfl", mix=mix), federation.run(other)
+    federation = small("apfl", "one batch", {"mix": mix}, engine=engine, eval_every=1)
+    found, expected = federation.run(), federation.run(other)
     assert found.history == expected.history
     assert found.accuracy == expected.accuracy
-    sent = 2 * 8 * federation.model.layout.size
-    assert found.bytes.down_per_round == found.bytes.up_per_round == sent

@@ -224,7 +224,7 @@ def test_an_unknown_option_is_refused_with_its_near_miss(typo, near):
         configure("fedobp", **{typo: 1})
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedavg-last", "local", "fedper"])
+@pytest.mark.parametrize("name", ["fedavg", "fedavg-last", "local", "scaffold"])
 def test_a_method_without_options_takes_none(name):
     with pytest.raises(FedobpError, match=f"method '{name}' has no options, so 'q' cannot be set"):
         configure(name, q=0.5)

@@ -6,29 +6,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from plain import RATES, batches, both_engines, each_round, fit, flat, mean, samples, sgd, small, theta_0
 from torch.nn import functional
 from walk import vector
 
-from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Batch, Client, Moment, Sparse, Sweep, Train
 from fedobp.algorithms.decoupled import STEPS, add_gradient, add_squares, draw, take_own
-from fedobp.course import cohorts
 from fedobp.engine import pooled_gradient
 from fedobp.errors import FedobpError
 from fedobp.models import Layout, Model
 
 Decoupled = METHODS["decoupled"]
-SMALL = {"clients": 5, "participation": 0.6, "rounds": 3, "epochs": 2, "lr": 0.1, "model": "mlp", "device": "cpu"}
 TINY = SimpleNamespace(layout=Layout(("fc.weight", "fc.bias", "classifier.weight"), ((3,), (1,), (4,))))
 SCORES = ("squared", "product", "gradient", "fisher", "fisher-batch", "obd", "taylor", "magnitude", "random")
 
 
 def moment(*cohort, round=2, seed=0):
     return Moment(round=round, rounds=9, clients=9, epochs=5, cohort=torch.tensor(cohort), seed=seed)
-
-
-def flat(state):
-    return torch.cat([tensor.flatten() for tensor in state.values()])
 
 
 def rows_of(*models, seen=True, **more):
@@ -48,14 +42,14 @@ def personal(method, theta, rows, now=None):
 @pytest.mark.parametrize("engine", ["serial", "lanes"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"q": 0.9, "norm": "layer", "ema": 0.5}, {"q": 0.9, "score": "product", "scope": "classifier",
+    [{"q": 0.99}, {"q": 0.9, "norm": "layer", "ema": 0.5}, {"q": 0.9, "score": "product", "scope": "classifier",
                                                    "start": "literal"}],
 )  # fmt: skip
 def test_with_its_score_and_pool_it_is_fedobp_bit_for_bit(engine, options):
-    federation = Federation(Config(**SMALL, engine=engine))
+    federation = small("decoupled", "one batch", engine=engine)
     ours, fedobp = (federation.run(name, **options) for name in ("decoupled", "fedobp"))
-    for client in (None, *range(5)):
-        assert flat(ours.state_dict(client)).equal(flat(fedobp.state_dict(client)))
+    for client in (None, *range(4)):
+        assert flat(ours.state_dict(client).values()).equal(flat(fedobp.state_dict(client).values()))
     assert (ours.bytes, ours.history, ours.personal) == (fedobp.bytes, fedobp.history, fedobp.personal)
     assert ours.personal.max > 0
 
@@ -210,6 +204,10 @@ def test_the_client_smooths_its_own_scores():
     second = merged(method, vector(8, 0, 0, 0, 0, 0, 0, 0), 2, theta, **kept)
     assert second.own["score"].tolist() == [1, 3, 0, 0, 0, 0, 1.5, 0]
     assert second.work["mine"].nonzero()[:, 0].tolist() == [1, 6]
+    new = merged(method, torch.ones(8), 2, theta, seen=torch.tensor(False), score=own["score"], scored=own["scored"])
+    assert new.own["scored"].tolist() is False  # of theta^0, that is: it does not count at the next visit
+    squared = merged(replace(method, score="fisher-batch"), vector(8, 0, 0, 0, 0, 0, 0, 0), 2, theta, **kept)
+    assert squared.own["score"].tolist() == [4, 3, 0, 0, 0, 0, 1.5, 0]  # the square of the mean, smoothed
 
 
 def test_the_client_that_scores_gets_everything_and_the_server_keeps_nothing():
@@ -226,53 +224,47 @@ def test_the_client_that_scores_gets_everything_and_the_server_keeps_nothing():
     assert rows == {}
 
 
+@pytest.mark.parametrize("rates", RATES)
 @pytest.mark.parametrize("score", STEPS)
-def test_runs_are_those_of_a_plain_loop(score):
-    """Full-batch clients on the digits, coded again without the library's engines, sample by sample."""
-    config = Config(**{**SMALL, "clients": 16, "participation": 0.2}, method="decoupled", batch_size=96,
-                    precision="fp64", partition="iid", options={"q": 0.9, "score": score})  # fmt: skip
-    federation = Federation(config)
-    data, model = federation.data, federation.model
-    theta, last = model.initial(config.seed).double(), {}
+def test_runs_are_those_of_a_plain_loop(score, rates):
+    """With importance taken sample by sample."""
+    federation = small("decoupled", rates, {"q": 0.9, "score": score}, clients=8, participation=0.25)
+    theta, last = theta_0(federation), {}
 
-    def gradient(w, x, y):
-        w = w.clone().requires_grad_()
-        return torch.autograd.grad(functional.cross_entropy(model.logits(w, x), y), w)[0]
+    def gradient(values, x, y):
+        values = [value.clone().requires_grad_() for value in values]
+        return flat(torch.autograd.grad(fit(values, x, y), values))
 
     def merge(client):
         if client not in last:
             return theta
-        own, x, y = last[client], data.inputs(client, "train"), data.targets(client, "train")
+        x, y = samples(federation, client)
         if score == "fisher-batch":
-            found = gradient(own, x, y) ** 2
+            found = gradient(last[client], x, y) ** 2
         else:
-            found = sum(gradient(own, x[i : i + 1], y[i : i + 1]) ** 2 for i in range(len(y))) / len(y)
+            found = sum(gradient(last[client], x[i : i + 1], y[i : i + 1]) ** 2 for i in range(len(y))) / len(y)
+        own = flat(last[client])
         found = found * own**2 / 2 if score == "obd" else found
-        return torch.where(found > found.quantile(0.9), own, theta)
+        return [*federation.model.layout.views(torch.where(found > found.quantile(0.9), own, flat(theta))).values()]
 
-    for cohort in cohorts(config):
-        for client in cohort.tolist():
-            w = merge(client)
-            for _ in range(2):
-                w = w - 0.1 * gradient(w, data.inputs(client, "train"), data.targets(client, "train"))
-            last = {**last, client: w}
-        n = [data.size(client, "train") for client in cohort.tolist()]
-        theta = sum(a * last[client] for a, client in zip(n, cohort.tolist(), strict=True)) / sum(n)
-    assert 3 < len(last) < 16
-    served = [merge(client) for client in range(16)]
-    for engine in ("serial", "lanes"):
-        result = Federation(replace(config, engine=engine), beside=federation).run()
-        torch.testing.assert_close(flat(result.state_dict()), theta, rtol=0, atol=1e-10)
-        for client in range(16):
-            torch.testing.assert_close(flat(result.state_dict(client)), served[client], rtol=0, atol=1e-10)
-        assert result.bytes.down_per_round == result.bytes.up_per_round == 3 * 8 * model.layout.size
+    visits = 0
+    for round, cohort in each_round(federation):
+        models = [
+            sgd(federation, merge(client), fit, batches(federation, client, round, phase=3, epochs=2))
+            for client in cohort
+        ]
+        last |= dict(zip(cohort, models, strict=True))
+        theta, visits = mean(federation, cohort, models), visits + len(cohort)
+    assert len(last) < visits  # somebody came back
+    for result in both_engines(federation, theta, {client: merge(client) for client in range(8)}):
+        assert result.bytes.down_per_round == result.bytes.up_per_round == 2 * 8 * federation.model.layout.size
 
 
 # What only a simulation knows
 
 
 def test_taylor_is_the_pooled_gradient_times_the_distance(monkeypatch):
-    federation = Federation(Config(**SMALL, precision="fp64"))
+    federation = small("decoupled", "one batch")
     model, data = federation.model, federation.data
     monkeypatch.setattr("fedobp.engine.pooled._ROWS", 2)
     monkeypatch.setattr("fedobp.engine.pooled._SAMPLES", 100)
@@ -301,11 +293,11 @@ def test_taylor_is_refused_where_nobody_knows_it():
 
 
 def test_every_option_changes_a_run():
-    federation = Federation(Config(**SMALL))
+    federation = small("decoupled", "one batch")
     changes = [*({"score": score} for score in SCORES), {"pool": "tensor"}, {"q": 0.5}, {"norm": "layer"},
                {"scope": "classifier"}, {"ema": 0.9}, {"start": "literal"}]  # fmt: skip
     changes += [{"score": "fisher", **change} for change in changes[len(SCORES) :]]
-    models = [flat(federation.run("decoupled", **{"q": 0.9, **change}).state_dict()) for change in changes]
+    models = [flat(federation.run(**{"q": 0.9, **change}).state_dict().values()) for change in changes]
     assert len({tuple(model.tolist()) for model in models}) == len(changes)
 
 

@@ -1,6 +1,8 @@
-"""Ditto with two clients, worked out by hand: one model is shared, the other is held near it and used."""
+"""Ditto by hand and against a plain loop: one model is shared, the other is held near it and used."""
 
+import pytest
 import torch
+from plain import RATES, batches, both_engines, each_round, fit, flat, mean, sgd, small, theta_0
 from walk import moment, row, vector, walk
 
 from fedobp.algorithms import METHODS, Train
@@ -41,3 +43,22 @@ def test_its_numbers():
     assert METHOD.floats() == {"lam": 1.0}
     program = METHODS["ditto"](personal_epochs=3).local(None, NOW)
     assert [item.epochs for item in program if isinstance(item, Train)] == [5, 3]
+
+
+@pytest.mark.parametrize("rates", RATES)
+def test_runs_are_those_of_a_plain_loop(rates):
+    federation = small("ditto", rates, {"lam": 0.5})
+    theta = theta_0(federation)
+    personal = dict.fromkeys(range(4), theta)
+    for round, cohort in each_round(federation):
+        models = []
+
+        def near(values, x, y, theta=theta):
+            return fit(values, x, y) + 0.25 * ((flat(values) - flat(theta)) ** 2).sum()
+
+        for client in cohort:
+            models.append(sgd(federation, theta, fit, batches(federation, client, round, phase=1, epochs=2)))
+            own = batches(federation, client, round, phase=2, epochs=1)
+            personal[client] = sgd(federation, personal[client], near, own)
+        theta = mean(federation, cohort, models)
+    both_engines(federation, theta, personal)

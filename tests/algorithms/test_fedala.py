@@ -5,12 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from plain import RATES, SIZES, batches, both_engines, each_round, fit, flat, key, mean, samples, sgd, small, theta_0
 from sweeps import draw, numbers, visit
 from torch.nn import functional
 from walk import moment, row
 
-from fedobp import Config, Federation
-from fedobp.algorithms import METHODS, Sweep, Train
+from fedobp.algorithms import METHODS, Client, Sweep, Train
+from fedobp.engine.schedule import batches as positions
+from fedobp.engine.schedule import subset
+from fedobp.keys import Purpose, fold
 from fedobp.models import Model
 
 FedALA = METHODS["fedala"]
@@ -41,13 +44,14 @@ def held(method, local=LOCAL, weight=1.0, started=False):
     return {"top": top, "mixing": torch.full_like(top, weight), "started": torch.tensor(started)}
 
 
-def plain_weights(method, weight, batches, started):
+def plain_weights(model, method, own, other, weights, batches, started):
     """Learn the weights on a module, tensor by tensor; return the mixed model, the weights and the epochs."""
-    p = method.tensors
-    local, shared, mixed = (list(MODEL.module(theta).parameters())[-p:] for theta in (LOCAL, GLOBAL, GLOBAL))
-    module = MODEL.module(GLOBAL)
+    p, module = method.tensors, model.module(other)
+    local, shared = (list(model.module(theta).parameters())[-p:] for theta in (own, other))
     mixed = list(module.parameters())[-p:]
-    weights = [torch.full_like(tensor, weight) for tensor in local]
+    weights = [
+        part.view_as(tensor) for part, tensor in zip(weights.split([t.numel() for t in local]), local, strict=True)
+    ]
 
     @torch.no_grad()
     def mix():
@@ -56,7 +60,7 @@ def plain_weights(method, weight, batches, started):
 
     mix()
     losses = []
-    while True:
+    while any(not one.equal(two) for one, two in zip(local, shared, strict=True)):
         for x, y in batches(len(losses)):
             module.zero_grad()
             loss = functional.cross_entropy(module(x), y)
@@ -67,7 +71,8 @@ def plain_weights(method, weight, batches, started):
         losses.append(float(loss.detach()))
         settled = len(losses) > 10 and np.std(losses[-10:]) < 0.1
         if started or settled or len(losses) == 100:
-            return MODEL.read(module), torch.cat([share.flatten() for share in weights]), len(losses)
+            break
+    return model.read(module), torch.cat([share.flatten() for share in weights]), len(losses)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +91,7 @@ def plain_weights(method, weight, batches, started):
 def test_a_visit_is_that_of_a_plain_loop(options, weight, batches, started, epochs):
     method = FedALA.configure(options)
     own, hp = held(method, weight=weight, started=started), numbers(**method.floats())
-    mixed, weights, taken = plain_weights(method, weight, batches, started)
+    mixed, weights, taken = plain_weights(MODEL, method, LOCAL, GLOBAL, own["mixing"], batches, started)
     assert taken == epochs
     assert not torch.allclose(mixed, GLOBAL)
     done, sweeps = visit(MODEL, method.local(MODEL, NOW), own, {"theta": GLOBAL}, hp, batches, step=0.5)
@@ -109,6 +114,15 @@ def test_its_program():
     assert isinstance(learning, Sweep)
     assert (learning.epochs, learning.fraction, learning.smallest) == (100, 0.8, 1)
     assert training == Train(5)
+
+
+@pytest.mark.parametrize(("epochs", "spread", "more"), [(11, 0.099, False), (11, 0.101, True), (10, 0.0, True)])
+def test_a_first_time_ends_when_ten_losses_agree(epochs, spread, more):
+    """That is, after more than 10 epochs, if the standard deviation of the last 10, of a population, is below 0.1."""
+    losses = torch.tensor([1 + spread, 1 - spread] * 5).double()
+    work = {"epochs": torch.tensor(epochs), "losses": losses, "started": torch.tensor(False)}
+    client = Client({}, {}, {**work, "top": LOCAL, "shared": GLOBAL}, {}, {})
+    assert bool(FedALA().local(MODEL, NOW)[2].more(MODEL, client)) == more
 
 
 def test_equal_models_teach_nothing_and_are_no_first_time():
@@ -203,19 +217,39 @@ def test_as_published_everyone_is_served_from_what_the_last_one_left():
         assert served.theta[:below].equal(server["theta"][:below])
 
 
-@pytest.mark.parametrize("engine", ["serial", "lanes"])
-def test_where_the_weights_cannot_move_it_is_fedavg(engine):
-    """With eta at 0 all weights stay 1, in either mode. A client's samples are one batch, in any order."""
-    config = Config(clients=4, participation=0.5, rounds=3, epochs=1, batch_size=2000, lr=0.1, alpha=0.5,
-                    precision="fp64", model="mlp", engine=engine, device="cpu", eval_every=3)  # fmt: skip
-    federation = Federation(config)
-    found, leaking, other = (federation.run("fedala", eta=eta, mode=mode) for eta, mode in
-                             ((0, "faithful"), (0, "as-published"), (1, "faithful")))  # fmt: skip
-    expected = federation.run("fedavg")
-    for result in (found, leaking):
-        assert result.history == expected.history
-        for name, tensor in expected.state_dict().items():
-            torch.testing.assert_close(result.state_dict()[name], tensor, rtol=0, atol=1e-10)
-    assert found.bytes == other.bytes == expected.bytes
-    assert not torch.allclose(other.state_dict(0)["classifier.weight"], expected.state_dict()["classifier.weight"])
-    assert found.personal.min == found.personal.max == sum(federation.model.layout.sizes[-2:])
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("mode", ["faithful", "as-published"])
+def test_runs_are_those_of_a_plain_loop(mode, rates):
+    federation = small("fedala", rates, {"mode": mode})
+    method, model = FedALA(mode=mode), federation.model
+    theta = flat(theta_0(federation))
+    weights = torch.ones(sum(SIZES[-2:])).double()
+    never = theta, weights, mode == "as-published"  # the last model, the weights, whether there was a first time
+    held, worker = {}, never
+
+    def mixed(client, theta, round, purpose):
+        """Draw most of the samples, and mix."""
+        (x, y), drawn = samples(federation, client), key(federation, client, round, 2, purpose)
+        x, y = (part[subset(drawn, len(y), 0.8)] for part in (x, y))
+
+        def epoch(at):
+            return [(x[b], y[b]) for b in positions(fold(drawn, at), len(y), federation.config.batch_size, None, 1)]
+
+        local, weights, started = worker if mode == "as-published" else held.get(client, never)
+        found, weights, epochs = plain_weights(model, method, local, theta, weights, epoch, started)
+        return found, weights, started or epochs > 0
+
+    for round, cohort in each_round(federation):
+        models = []
+        for client in cohort:
+            begun, weights, started = mixed(client, theta, round, Purpose.TRAIN)
+            data = batches(federation, client, round, phase=3, epochs=2)
+            trained = sgd(federation, model.layout.views(begun).values(), fit, data)
+            held[client] = worker = flat(trained), weights, started
+            models.append([flat(trained)])
+        [theta] = mean(federation, cohort, models)
+    served = {client: [mixed(client, theta, 3, Purpose.SERVE)[0]] for client in range(4)}
+    for result in both_engines(federation, [theta], served):
+        assert result.personal.min == result.personal.max == sum(SIZES[-2:])
+        if mode == "faithful":
+            assert result.bytes.down_per_round == result.bytes.up_per_round == 2 * 8 * sum(SIZES)

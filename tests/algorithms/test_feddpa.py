@@ -1,40 +1,27 @@
-"""FedDPA: the merge by hand, and runs against a plain loop over real modules with one gradient a sample."""
+"""FedDPA: the merge by hand, and runs against a plain loop with one gradient a sample."""
 
 from collections import OrderedDict
-from functools import cache
-from operator import mul
 
 import pytest
 import torch
+from plain import RATES, SIZES, batches, both_engines, each_round, fit, mean, samples, sgd, small, theta_0
 from torch import nn
-from torch.nn import functional
 from walk import moment, vector
 
-from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Client, Sweep, Train
 from fedobp.algorithms.feddpa import personal_loss, shared_loss
-from fedobp.course import cohorts
 from fedobp.models import NETS, Model, register
 
 METHOD = METHODS["feddpa"]
-SMALL = {
-    "method": "feddpa", "clients": 12, "participation": 0.25, "rounds": 3, "epochs": 3, "batch_size": 160, "lr": 0.5,
-    "precision": "fp64", "model": "narrow", "partition": "iid", "eval_every": 3, "device": "cpu",
-}  # fmt: skip
+SMALL = {"clients": 12, "participation": 0.17, "lr": 0.5, "partition": "iid"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def networks():
-    """Small ones, because one gradient a sample takes its time, and one of two entries a tensor."""
-
-    def narrow(shape, classes):
-        layers = OrderedDict(flatten=nn.Flatten(), fc=nn.Linear(64, 6), tanh=nn.Tanh())
-        return nn.Sequential(layers | OrderedDict(classifier=nn.Linear(6, classes)))
-
-    register("narrow")(narrow)
+    """One of two entries a tensor."""
     register("tiny-dpa")(lambda *_: nn.Sequential(OrderedDict(classifier=nn.Linear(1, 2))))
     yield
-    del NETS["narrow"], NETS["tiny-dpa"]
+    del NETS["tiny-dpa"]
 
 
 # By hand.
@@ -112,14 +99,11 @@ def test_how_epochs_are_spent():
 # Against a plain loop.
 
 
-def information(module, x, y):
+def information(values, x, y):
     """The sum of squared gradients of single samples, tensor by tensor."""
-    total = [torch.zeros_like(p) for p in module.parameters()]
-    for sample, label in zip(x, y, strict=True):
-        likelihood = module(sample[None]).log_softmax(dim=1)[0, label]
-        for one, gradient in zip(total, torch.autograd.grad(likelihood, module.parameters()), strict=True):
-            one += gradient**2
-    return total
+    values = [value.clone().requires_grad_() for value in values]
+    each = [torch.autograd.grad(fit(values, x[i : i + 1], y[i : i + 1]), values) for i in range(len(y))]
+    return [sum(gradient**2 for gradient in many) for many in zip(*each, strict=True)]
 
 
 def chosen(fisher, method):
@@ -128,88 +112,56 @@ def chosen(fisher, method):
     return [(one - one.min()) / (one.max() - one.min()) > method.threshold for one in fisher]
 
 
-def descend(module, x, y, epochs, masks, penalty):
-    for _ in range(epochs):
-        module.zero_grad()
-        (functional.cross_entropy(module(x), y) + penalty(module)).backward()
-        with torch.no_grad():
-            for p, mask in zip(module.parameters(), masks, strict=True):
-                p -= 0.5 * p.grad * mask
-
-
-@cache
-def plain(method):
-    """Return the global model, and what two clients are served: one of the last round, and one never selected."""
-    federation = Federation(Config(**SMALL))
-    model, data, config = federation.model, federation.data, federation.config
-    assert max(data.size(client, "train") for client in range(data.clients)) <= config.batch_size
-    globe = [p.detach() for p in model.module(model.initial(config.seed).double()).parameters()]
-    first = worker = globe
-    own = {}
-
-    def load(values):
-        module = model.module().double()
-        for p, value in zip(module.parameters(), values, strict=True):
-            p.data.copy_(value)
-        return module
-
-    def merge(client, globe):
-        last = own.get(client, first if method.mode == "as-published" else globe)
-        x, y = data.inputs(client, "train"), data.targets(client, "train")
-        measured = load(worker if method.mode == "as-published" else last)
-        masks = chosen(information(measured, x, y), method)
-        return [torch.where(m, a, b) for m, a, b in zip(masks, last, globe, strict=True)], masks
-
-    def apart(module):
-        return sum((p - q).norm() for p, q in zip(module.parameters(), globe, strict=True) if not p.equal(q))
-
-    for cohort in cohorts(config):
-        uploads, sizes = [], []
-        for client in cohort.tolist():
-            values, masks = merge(client, globe)
-            module, (x, y) = load(values), (data.inputs(client, "train"), data.targets(client, "train"))
-            if method.mode == "as-published":
-                descend(module, x, y, 3, [1] * len(masks), lambda _: 0)
-            else:
-                descend(module, x, y, 3, masks, lambda module: method.near / 2 * apart(module))
-                others = [~mask for mask in masks]
-                descend(module, x, y, 3, others, lambda module: method.level / 2 * abs(apart(module) - method.bound))
-            own[client] = worker = [p.detach().clone() for p in module.parameters()]
-            uploads.append(own[client])
-            sizes.append(len(y))
-        shares = [n / sum(sizes) for n in sizes]
-        globe = [sum(map(mul, shares, tensors)) for tensors in zip(*uploads, strict=True)]
-    assert any(len([1 for cohort in cohorts(config) if client in cohort]) > 1 for client in own)  # somebody came back
-    never = next(client for client in range(data.clients) if client not in own)
-    served = {client: merge(client, globe)[0] for client in (cohort[0].item(), never)}
-    return globe, served, never
-
-
-@pytest.mark.parametrize("engine", ["serial", "lanes"])
+@pytest.mark.parametrize("rates", RATES)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"threshold": 0.1, "near": 2.0, "level": 1.0, "bound": 0.2}, {"mode": "as-published"},
-     {"mode": "as-published", "threshold": 0.7}],
-)  # fmt: skip
-def test_runs_are_those_of_a_plain_loop(engine, options):
-    federation = Federation(Config(**SMALL, engine=engine, options=options))
-    expected, served, never = plain(METHOD(**options))
-    result = federation.run()
-    for values, model in ((expected, None), *((values, client) for client, values in served.items())):
-        for value, found in zip(values, result.state_dict(model).values(), strict=True):
-            torch.testing.assert_close(found, value, rtol=0, atol=1e-9)
-    size = 8 * federation.model.layout.size
-    if "mode" not in options:
+    [{"threshold": 0.1, "near": 2.0, "level": 1.0, "bound": 0.05}, {"mode": "as-published", "threshold": 0.7}],
+)
+def test_runs_are_those_of_a_plain_loop(options, rates):
+    federation, method = small("feddpa", rates, options, **SMALL), METHOD(**options)
+    published = method.mode == "as-published"
+    first = worker = theta = theta_0(federation)
+    own, visits = {}, 0
+
+    def merge(client, theta):
+        last = own.get(client, first if published else theta)
+        masks = chosen(information(worker if published else last, *samples(federation, client)), method)
+        return [torch.where(m, a, b) for m, a, b in zip(masks, last, theta, strict=True)], masks
+
+    def apart(values):
+        return sum((one - other).norm() for one, other in zip(values, theta, strict=True) if not one.equal(other))
+
+    def personal_loss(values, x, y):
+        return fit(values, x, y) + method.near / 2 * apart(values)
+
+    def shared_loss(values, x, y):
+        return fit(values, x, y) + method.level / 2 * abs(apart(values) - method.bound)
+
+    for round, cohort in each_round(federation):
+        models = []
+        for client in cohort:
+            values, masks = merge(client, theta)
+            phases = [(personal_loss, masks), (shared_loss, [~mask for mask in masks])]
+            for phase, (loss, moving) in enumerate([(fit, None)] if published else phases, start=4):
+                values = sgd(federation, values, loss, batches(federation, client, round, phase, 2), moving=moving)
+            own[client] = worker = values
+            models.append(values)
+        theta, visits = mean(federation, cohort, models), visits + len(cohort)
+    assert len(own) < visits  # somebody came back
+    never = next(client for client in range(12) if client not in own)
+    results = both_engines(federation, theta, {client: merge(client, theta)[0] for client in (*cohort, never)})
+    for result in results:
+        if published:  # the model, that of the round's start, and the worker's
+            assert result.bytes.down_per_round == 2 * 3 * 8 * sum(SIZES)
+            continue
         assert all(value.equal(result.state_dict(never)[name]) for name, value in result.state_dict().items())
-        assert result.bytes.down_per_round == result.bytes.up_per_round == 3 * size
-        assert 0 < result.personal.max < federation.model.layout.size
-    else:
-        assert result.bytes.down_per_round == 3 * 3 * size  # the model, that of the round's start, and the worker's
+        assert result.bytes.down_per_round == result.bytes.up_per_round == 2 * 8 * sum(SIZES)
+        assert 0 < result.personal.max < sum(SIZES)
 
 
 @pytest.fixture(scope="module")
-def usual(networks):
-    federation = Federation(Config(**SMALL))
+def usual():
+    federation = small("feddpa", "one batch", **SMALL)
     return federation, federation.run()
 
 
@@ -219,7 +171,7 @@ def usual(networks):
         {"threshold": 0.1},
         {"near": 2.0},
         {"level": 1.0},
-        {"bound": 50.0},
+        {"bound": 0.01},
         {"mode": "as-published"},
     ],
 )

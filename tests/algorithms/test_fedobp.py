@@ -2,15 +2,17 @@
 
 import math
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain import RATES, batches, both_engines, each_round, fit, flat, mean, sgd, small, theta_0
 from torch import Tensor, nn
 
 from fedobp.algorithms import METHODS, Client, Moment, Sparse, Train
-from fedobp.models import NETS, Model, register
+from fedobp.models import NETS, Layout, Model, register
 
 FedOBP, FedAvg = METHODS["fedobp"], METHODS["fedavg"]
 
@@ -187,6 +189,12 @@ def test_layer_norm_in_the_classifier_scope_uses_the_heads_tensors(model, head_f
     assert personal(FedOBP(q=0.5, scope="classifier", norm="layer"), model, torch.zeros(5), own) == [[3]]
     turned = vector(1, 2, 3, 9, 8)
     assert personal(FedOBP(q=0.5, scope="classifier", norm="layer"), head_first, torch.zeros(5), turned) == [[1]]
+
+
+@pytest.mark.parametrize("norm", ["none", "layer", "global"])
+def test_statistics_of_batch_norm_do_not_compete(norm):
+    model = SimpleNamespace(layout=Layout(("fc.weight", "norm.running_mean"), ((3,), (2,))))
+    assert personal(FedOBP(q=0.5, norm=norm), model, torch.zeros(5), vector(1, 2, 3, 90, 80)) == [[2]]
 
 
 @checked
@@ -384,3 +392,23 @@ def test_q_zero_with_a_literal_start_keeps_every_entry_above_the_minimum_score(m
 def test_server_and_client_hold_the_same_last_model(model, drawn, q):
     rounds = trained(Rounds(FedOBP(q=q), model, torch.zeros(5), n=(1, 2)), drawn)
     assert rounds.rows["theta"].equal(torch.stack([own["theta"] for own in rounds.own]))
+
+
+@pytest.mark.parametrize("rates", RATES)
+def test_runs_are_those_of_a_plain_loop(rates):
+    federation = small("fedobp", rates, {"q": 0.8})
+    theta, last = theta_0(federation), {}
+
+    def merged(client):
+        if client not in last:
+            return theta
+        own, shared = flat(last[client]), flat(theta)
+        score = (own - shared) ** 2
+        return [*federation.model.layout.views(torch.where(score > score.quantile(0.8), own, shared)).values()]
+
+    for round, cohort in each_round(federation):
+        models = [sgd(federation, merged(client), fit, batches(federation, client, round, 1, 2)) for client in cohort]
+        last |= dict(zip(cohort, models, strict=True))
+        theta = mean(federation, cohort, models)
+    for result in both_engines(federation, theta, {client: merged(client) for client in range(4)}):
+        assert (result.personal.min, result.personal.max) == (0, 45)  # a fifth of 225, and client 2 has never trained

@@ -5,11 +5,11 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
+from plain import RATES, SIZES, batches, both_engines, each_round, fit, hidden, mean, samples, sgd, small, theta_0
 from scipy.optimize import minimize
 from torch.nn.functional import cross_entropy
 from walk import moment
 
-from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Batch, Client, Sweep, Train
 from fedobp.algorithms.fedpac import aligned, combination, on_simplex, tally
 from fedobp.models import Model
@@ -138,11 +138,6 @@ def test_the_program_spends_the_budget():
 
 # Rounds
 
-SETTINGS = {
-    "clients": 4, "participation": 1.0, "rounds": 3, "epochs": 3, "batch_size": 2000, "lr": 0.1, "alpha": 0.3,
-    "precision": "fp64", "model": "mlp", "device": "cpu",
-}  # fmt: skip
-
 
 def best_of_all_supports(q):
     """Minimise a'qa on the simplex by trying every set of positive entries."""
@@ -158,77 +153,62 @@ def best_of_all_supports(q):
     return best / best.sum()
 
 
-@pytest.mark.parametrize("engine", ["serial", "lanes"])
-def test_runs_are_those_of_a_plain_loop(engine):
-    federation = Federation(Config(**SETTINGS, method="fedpac", engine=engine))
-    data, classes = federation.data, federation.model.classes
-    first = federation.model.layout.views(federation.model.initial(federation.config.seed).double())
-    base, prototypes = [first["fc1.weight"], first["fc1.bias"]], {}
-    heads = [[first["classifier.weight"], first["classifier.bias"]] for _ in range(4)]
-
-    def hidden(base, x):
-        return torch.relu(x.flatten(1) @ base[0].T + base[1])
+@pytest.mark.parametrize("rates", RATES)
+def test_runs_are_those_of_a_plain_loop(rates):
+    federation = small("fedpac", rates, {"head_lr": 0.05, "lam": 0.7}, alpha=0.3, epochs=3, participation=0.75)
+    first = theta_0(federation)
+    base, prototypes, heads = first[:2], {}, dict.fromkeys(range(4), first[2:])
 
     def means(z, y):
         return {c: z[y == c].mean(dim=0) for c in y.unique().tolist()}
 
-    def step(part, rate, loss):
-        part = [tensor.detach().requires_grad_() for tensor in part]
-        gradients = torch.autograd.grad(loss(part), part)
-        return [(tensor - rate * gradient).detach() for tensor, gradient in zip(part, gradients, strict=True)]
+    def statistics(z, y, own):
+        h = torch.stack([own[c] * (y == c).double().mean() if c in own else z[0] * 0 for c in range(10)])
+        return h, ((z**2).sum() / len(y) - (h**2).sum()) / len(y)
 
-    for round in range(3):
-        bases, new_heads, protos, v, h, sizes = [], [], [], [], [], []
-        for client in range(4):
-            x, y, head, mine = data.inputs(client, "train"), data.targets(client, "train"), heads[client], base
-            z = hidden(base, x)
-            own = means(z, y)
-            h.append(torch.stack([own[c] * (y == c).double().mean() if c in own else z[0] * 0 for c in range(classes)]))
-            v.append(((z**2).sum() / len(y) - (h[-1] ** 2).sum()) / len(y))
-            target = torch.stack([prototypes.get(c, own[c]) for c in y.tolist()])
-            head = step(head, 0.1, lambda part, z=z, y=y: cross_entropy(z @ part[0].T + part[1], y))
-            for _ in range(2):
+    for round, cohort in each_round(federation):
+        models, found, protos, sizes = [], [], [], []
+        for client in cohort:
+            x, y = samples(federation, client)
+            own = means(hidden(base, x), y)
+            found.append(statistics(hidden(base, x), y, own))
 
-                def loss(part, x=x, y=y, head=head, target=target, on=round > 0):
-                    z = hidden(part, x)
-                    pull = ((z - target) ** 2).mean() if on else 0
-                    return cross_entropy(z @ head[0].T + head[1], y) + pull
+            def aligned(values, x, y, own=own, prototypes=prototypes):
+                target = torch.stack([prototypes.get(c, own[c]) for c in y.tolist()])
+                return fit(values, x, y) + 0.7 * ((hidden(values, x) - target) ** 2).mean()
 
-                mine = step(mine, 0.1, loss)
-            bases.append(mine)
-            new_heads.append(head)
-            protos.append(means(hidden(mine, x), y))
-            sizes.append(torch.bincount(y, minlength=classes).double())
-        share = torch.stack([size.sum() for size in sizes])
-        base = [sum(w * b[k] for w, b in zip(share / share.sum(), bases, strict=True)) for k in range(2)]
+            data = (batches(federation, client, round, phase, epochs) for phase, epochs in ((3, 1), (4, 2)))
+            model = [*base, *heads[client]]
+            model = sgd(federation, model, fit, next(data), lr=0.05, moving=[False, False, True, True])
+            loss = aligned if round > 1 else fit
+            model = sgd(federation, model, loss, next(data), moving=[True, True, False, False])
+            models.append(model)
+            protos.append(means(hidden(model, x), y))
+            sizes.append(torch.bincount(y, minlength=10).double())
+        base = mean(federation, cohort, models)[:2]
         prototypes = {
             c: sum(size[c] * p[c] for size, p in zip(sizes, protos, strict=True) if c in p) / sum(s[c] for s in sizes)
-            for c in range(classes)
+            for c in range(10)
             if any(c in p for p in protos)
         }
-        for i in range(4):
-            far = [(h[i] - h[j]).flatten() for j in range(4)]
-            a = best_of_all_supports(torch.stack(v).diag() + torch.stack(far) @ torch.stack(far).T)
-            heads[i] = [sum(w * one[k] for w, one in zip(a, new_heads, strict=True)) for k in range(2)]
-    result = federation.run()
-    for client in range(4):
-        served = result.state_dict(client)
-        expected = dict(zip(("fc1.weight", "fc1.bias", "classifier.weight", "classifier.bias"),
-                            [*base, *heads[client]], strict=True))  # fmt: skip
-        for name, tensor in expected.items():
-            torch.testing.assert_close(served[name], tensor, rtol=0, atol=1e-8)
-    assert not torch.equal(heads[0][0], heads[1][0])
-    size, features = federation.model.layout.size, base[0].shape[0]
-    assert result.bytes.down_per_round == 4 * (8 * (size + classes * features) + classes)
-    assert result.bytes.up_per_round == 4 * 8 * (size + 2 * classes * features + classes + 1)
-    torch.testing.assert_close(result.state_dict()["classifier.weight"], first["classifier.weight"])
+        h, v = zip(*found, strict=True)
+        for i, client in enumerate(cohort):
+            far = torch.stack([(h[i] - other).flatten() for other in h])
+            a = best_of_all_supports(torch.stack(v).diag() + far @ far.T)
+            heads[client] = [sum(w * one[k] for w, one in zip(a, models, strict=True)) for k in (2, 3)]
+    assert not heads[1][0].equal(heads[3][0])
+    size, features = sum(SIZES), 8
+    served = {client: [*base, *head] for client, head in heads.items()}
+    for result in both_engines(federation, [*base, *first[2:]], served, atol=1e-8):
+        assert result.bytes.down_per_round == 3 * (8 * (size + 10 * features) + 10)
+        assert result.bytes.up_per_round == 3 * 8 * (size + 2 * 10 * features + 10 + 1)
 
 
-@pytest.mark.parametrize("options", [{"lam": 5.0}, {"head_epochs": 2}, {"head_lr": 0.01}])
-def test_every_option_matters(options):
-    federation = Federation(Config(**{**SETTINGS, "rounds": 2}))
-    plain, other = federation.run("fedpac").state_dict(0), federation.run("fedpac", **options).state_dict(0)
-    assert not torch.allclose(plain["fc1.weight"], other["fc1.weight"], atol=1e-6)
+def test_every_option_matters():
+    federation = small("fedpac", "one batch", rounds=2)
+    changes = {}, {"lam": 5.0}, {"head_epochs": 2}, {"head_lr": 0.01}
+    usual, *others = (federation.run(**change).state_dict()["fc.weight"] for change in changes)
+    assert not any(torch.allclose(usual, other, atol=1e-6) for other in others)
 
 
 def test_only_classes_of_the_cohort_have_prototypes():
@@ -241,6 +221,7 @@ def test_only_classes_of_the_cohort_have_prototypes():
         "h": torch.zeros(2, 3 * WIDTH), "variance": torch.ones(2),
     }  # fmt: skip
     rows = {name: value.repeat(2, 1) for name, value in row.items()}
+    server["known"] = torch.tensor([False, False, True])  # the last cohort's
     server, rows = METHOD.receive(MODEL, moment(0, 1), server, rows, up, torch.tensor([3, 3]))
     assert server["known"].tolist() == [True, True, False]
     assert server["prototypes"].view(3, -1)[:, 0].tolist() == [4, 1, 0]

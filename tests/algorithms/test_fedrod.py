@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from plain import RATES, SIZES, batches, both_engines, each_round, hidden, mean, samples, sgd, small, theta_0
 from walk import moment, row, walk
 
-from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Batch, Client, Train
 from fedobp.algorithms.fedrod import two_losses
 from fedobp.models import Model
@@ -104,43 +104,36 @@ def test_two_clients_by_hand(dtype):
     torch.testing.assert_close(MODEL.logits(served.theta, x), sum(both))
 
 
-@pytest.mark.parametrize(("engine", "gamma"), [("serial", 1.0), ("lanes", 1.0), ("lanes", 0.4)])
-def test_runs_are_those_of_a_plain_loop(engine, gamma):
-    """Two rounds of full-batch clients on the digits; most have samples of a few classes only."""
-    config = Config(method="fedrod", clients=5, participation=1.0, rounds=2, epochs=2, batch_size=2000, lr=0.1,
-                    precision="fp64", model="mlp", engine=engine, device="cpu", options={"gamma": gamma})  # fmt: skip
-    federation = Federation(config)
-    data, model = federation.data, federation.model
-    shared = list(model.layout.views(model.initial(config.seed).double()).values())  # W, b, and G's
-    heads = [shared[2:] for _ in range(5)]
-    sizes = torch.tensor([len(data.targets(client, "train")) for client in range(5)]).double()
-    assert len(set(sizes.tolist())) > 1
-    for _ in range(2):
-        trained = []
-        for client in range(5):
-            x, y = data.inputs(client, "train").flatten(1), data.targets(client, "train")
-            raised = torch.bincount(y, minlength=10).double() ** gamma
-            now, mine = list(shared), heads[client]
-            for _ in range(2):
-                now, mine = ([one.detach().requires_grad_() for one in many] for many in (now, mine))
-                hidden = torch.relu(x @ now[0].T + now[1])
-                generic = hidden @ now[2].T + now[3]
-                odds = raised * generic.exp()
-                balanced = -(odds / odds.sum(dim=1, keepdim=True))[range(len(y)), y].log().mean()
-                personal = generic.detach() + hidden.detach() @ mine[0].T + mine[1]
-                joint = torch.nn.functional.cross_entropy(personal, y)
-                now = [one - 0.1 * slope for one, slope in zip(now, torch.autograd.grad(balanced, now), strict=True)]
-                mine = [one - 0.1 * slope for one, slope in zip(mine, torch.autograd.grad(joint, mine), strict=True)]
-            trained.append([one.detach() for one in now])
-            heads[client] = [one.detach() for one in mine]
-        shared = [sum(size * one for size, one in zip(sizes, many, strict=True)) / sizes.sum()
-                  for many in zip(*trained, strict=True)]  # fmt: skip
-    result = federation.run()
-    for found, expected in zip(result.state_dict().values(), shared, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-    for client in range(5):
-        expected = [*shared[:2], shared[2] + heads[client][0], shared[3] + heads[client][1]]
-        for found, one in zip(result.state_dict(client).values(), expected, strict=True):
-            torch.testing.assert_close(found, one, rtol=0, atol=1e-10)
-    assert result.bytes.down_per_round == result.bytes.up_per_round == 5 * 8 * model.layout.size
-    assert result.personal.min == result.personal.max == 10 * 128 + 10
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("gamma", [1.0, 0.4])
+def test_runs_are_those_of_a_plain_loop(gamma, rates):
+    """Each client has samples of a few classes only."""
+    federation = small("fedrod", rates, {"gamma": gamma}, partition="shards")
+    shared = theta_0(federation)  # W, b, and G's
+    heads = dict.fromkeys(range(4), shared[2:])
+
+    def losses(counts):
+        def loss(values, x, y):
+            features = hidden(values, x)
+            generic = features @ values[2].T + values[3]
+            odds = counts**gamma * generic.exp()
+            balanced = -(odds / odds.sum(dim=1, keepdim=True))[range(len(y)), y].log().mean()
+            personal = generic.detach() + features.detach() @ values[4].T + values[5]
+            return balanced + torch.nn.functional.cross_entropy(personal, y)
+
+        return loss
+
+    for round, cohort in each_round(federation):
+        models = []
+        for client in cohort:
+            counts = torch.bincount(samples(federation, client)[1], minlength=10).double()
+            assert not counts.all()
+            data = batches(federation, client, round, phase=1, epochs=2)
+            trained = sgd(federation, [*shared, *heads[client]], losses(counts), data)
+            models.append(trained[:4])
+            heads[client] = trained[4:]
+        shared = mean(federation, cohort, models)
+    served = {client: [*shared[:2], shared[2] + head[0], shared[3] + head[1]] for client, head in heads.items()}
+    for result in both_engines(federation, shared, served):
+        assert result.bytes.down_per_round == result.bytes.up_per_round == 2 * 8 * sum(SIZES)
+        assert result.personal.min == result.personal.max == sum(SIZES[2:])

@@ -1,44 +1,29 @@
-"""FedSelect: growth and mean by hand, visits in order, and runs against a plain loop over real modules."""
+"""FedSelect: growth and mean by hand, visits in order, and runs against a plain loop."""
 
 import math
 from collections import OrderedDict
-from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
+from plain import RATES, SIZES, batches, both_engines, each_round, fit, sgd, small, theta_0
 from torch import nn
-from torch.nn import functional
 from walk import moment, vector
 
-from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Client, Sparse, Train
-from fedobp.course import cohorts
 from fedobp.models import NETS, Layout, Model, register
 
 METHOD = METHODS["fedselect"]
-SMALL = {
-    "method": "fedselect", "clients": 5, "participation": 0.6, "rounds": 6, "epochs": 2, "batch_size": 2000, "lr": 0.5,
-    "precision": "fp64", "model": "narrow", "alpha": 0.3, "eval_every": 6, "device": "cpu",
-}  # fmt: skip
+SMALL = {"rounds": 6, "alpha": 0.3, "eval_every": 6}
 NAN = math.nan
 
 
 @pytest.fixture(scope="module", autouse=True)
 def networks():
-    """One of a weight of four entries and a bias of two, and one that is quick to train.
-
-    Pooled, no pixel is the same in all images: weights of such pixels move alike, and tie but for rounding.
-    """
-
-    def narrow(shape, classes):
-        layers = OrderedDict(pool=nn.AvgPool2d(2), flatten=nn.Flatten(), fc=nn.Linear(16, 6), tanh=nn.Tanh())
-        return nn.Sequential(layers | OrderedDict(classifier=nn.Linear(6, classes)))
-
-    register("narrow")(narrow)
+    """One of a weight of four entries and a bias of two."""
     register("tiny-select")(lambda *_: nn.Sequential(OrderedDict(classifier=nn.Linear(2, 2))))
     yield
-    del NETS["narrow"], NETS["tiny-select"]
+    del NETS["tiny-select"]
 
 
 def tiny():
@@ -81,6 +66,7 @@ def grown(moved, mine, model=None, **options):
         ([1, -9, 3, 2, 50, 50], "000000", {"grow": 0.0}, "000000"),
         ([1, -9, 3, 2, 50, 50], "111000", {"grow": 1.0}, "111100"),  # three of four are not above 80 per cent
         ([1, -9, 3, 2, 50, 50], "111000", {"grow": 1.0, "cap": 0.7}, "111000"),
+        ([1, -9, 3, 2, 50, 50], "111000", {"grow": 1.0, "cap": 0.75}, "111100"),
         ([3, 3, 3, 1, 50, 50], "000000", {}, "111000"),  # ties go together
         ([0, 0, 0, 2, 50, 50], "000000", {"grow": 0.5}, "000100"),  # what has not moved stays shared
         ([0, 0, 0, 0, 0, 0], "000000", {"grow": 1.0}, "000000"),
@@ -190,99 +176,78 @@ def test_the_ports_mask_goes_from_client_to_client():
         assert served.theta.tolist() == [*(state if client == 0 else server)["theta"][:4].tolist(), 2, 2]
 
 
+def test_the_ports_growth_looks_at_the_change_of_one_visit():
+    method, start = METHOD(mode="as-published", every=1, grow=0.2), vector(50, 40, 30, 20, 10, 0)
+    own = {"theta": torch.zeros(6), "seen": torch.tensor(True)}
+    down = {"theta": start, "start": start, "mine": torch.zeros(6).bool(), "visits": torch.tensor(1)}
+    assert bits(visit(method, own, down, vector(0, 0, 0, 1, 0, 0)).up["mine"]) == "000100"
+
+
 # Against a plain loop.
 
 
-def train(module, x, y, masks):
-    module.zero_grad()
-    functional.cross_entropy(module(x), y).backward()
-    with torch.no_grad():
-        for p, mask in zip(module.parameters(), masks, strict=True):
-            p -= 0.5 * p.grad * mask
+def message(mine):
+    """The bytes of what is not personal, in float64, and of a mask in its cheapest form."""
+    size = sum(SIZES)
+    kept = size - sum(int(one.sum()) for one in mine)
+    return 8 * kept + min(4 * kept, 4 * (size - kept), math.ceil(size / 8))
 
 
-@cache
-def plain(method):
-    """Return the global model and what every client is served, coded with tensors that are picked by their masks."""
-    federation = Federation(Config(**SMALL))
-    model, data, config = federation.model, federation.data, federation.config
-    module = model.module(model.initial(config.seed).double())
-    names = [name for name, _ in module.named_parameters()]
-    globe = [p.detach().clone() for p in module.parameters()]
-    clients = range(data.clients)
-    masks, sent_masks = ([[torch.zeros_like(p).bool() for p in globe] for _ in clients] for _ in range(2))
-    own, reference = ([[p.clone() for p in globe] for _ in clients] for _ in range(2))
-    visits, traffic = [0] * data.clients, {"down": 0, "up": 0}
-
-    def message(mine):
-        """What is not personal, in float64, and a mask in its cheapest form."""
-        kept, size = (sum(int(f(one)) for one in mine) for f in (lambda m: (~m).sum(), torch.numel))
-        return 8 * kept + min(4 * kept, 4 * (size - kept), math.ceil(size / 8))
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("options", [{"every": 2, "grow": 0.5}, {"every": 1, "grow": 0.6, "cap": 0.5}])
+def test_runs_are_those_of_a_plain_loop(options, rates):
+    """Coded with tensors that are picked by their masks."""
+    federation, method = small("fedselect", rates, options, **SMALL), METHOD(**options)
+    theta = theta_0(federation)
+    masks, sent = ([[torch.zeros_like(one).bool() for one in theta] for _ in range(4)] for _ in range(2))
+    own, reference, visits, down, up = [theta] * 4, [theta] * 4, [0] * 4, 0, 0
 
     def merge(client):
-        for p, mine, value, shared in zip(module.parameters(), sent_masks[client], own[client], globe, strict=True):
-            p.data.copy_(shared)
-            p.data[mine] = value[mine]
+        return [torch.where(*each) for each in zip(sent[client], own[client], theta, strict=True)]
 
-    for cohort in cohorts(config):
-        for client in cohort.tolist():
-            merge(client)
-            traffic["down"] += message(sent_masks[client])
-            x, y = data.inputs(client, "train"), data.targets(client, "train")
-            for _ in range(config.epochs):
-                train(module, x, y, masks[client])
-                train(module, x, y, [~mine for mine in masks[client]])
-            own[client] = [p.detach().clone() for p in module.parameters()]
-            sent_masks[client] = [mine.clone() for mine in masks[client]]
-            traffic["up"] += message(sent_masks[client])
+    for round, cohort in each_round(federation):
+        for client in cohort:
+            values, mine = merge(client), masks[client]
+            down += message(sent[client])
+            for phase in (2, 3, 4, 5):  # personal entries and shared ones in turn
+                moving = [one if phase % 2 == 0 else ~one for one in mine]
+                values = sgd(federation, values, fit, batches(federation, client, round, phase, 1), moving=moving)
+            own[client], sent[client] = values, mine
+            up += message(mine)
             if visits[client] and visits[client] % method.every == 0:
-                for at, name in enumerate(names):
-                    mine, change = masks[client][at], (own[client][at] - reference[client][at]).abs()
-                    if name.endswith("weight") and mine.double().mean() <= method.cap:
-                        left = change[~mine].sort().values
-                        masks[client][at] = mine | (change >= left[round((1 - method.grow) * len(left))])
-                reference[client] = own[client]
+                masks[client] = list(mine)
+                for at in (0, 2):
+                    change = (values[at] - reference[client][at]).abs()
+                    if mine[at].double().mean() <= method.cap:
+                        left = change[~mine[at]].sort().values
+                        masks[client][at] = mine[at] | (change >= left[int((1 - method.grow) * len(left) + 0.5)])
+                reference[client] = values
             visits[client] += 1
-        for at, shared in enumerate(globe):
-            senders = torch.stack([~sent_masks[client][at] for client in cohort.tolist()])
-            values = torch.stack([own[client][at] for client in cohort.tolist()])
-            somebody = senders.any(dim=0)
-            shared[somebody] = ((values * senders).sum(dim=0) / senders.sum(dim=0))[somebody]
-    served = []
-    for client in clients:
-        merge(client)
-        served.append([p.detach().clone() for p in module.parameters()])
-    kept = [sum(int(mine.sum()) for mine in one) for one in sent_masks]
-    return globe, served, kept, traffic
-
-
-@pytest.mark.parametrize("engine", ["serial", "lanes"])
-@pytest.mark.parametrize("options", [{"every": 1}, {"every": 2, "grow": 0.5}, {"every": 1, "grow": 0.6, "cap": 0.5}])
-def test_runs_are_those_of_a_plain_loop(engine, options):
-    federation = Federation(Config(**SMALL, engine=engine, options=options))
-    globe, served, kept, traffic = plain(METHOD(**options))
-    result = federation.run()
-    for values, model in ((globe, None), *((values, client) for client, values in enumerate(served))):
-        for value, found in zip(values, result.state_dict(model).values(), strict=True):
-            torch.testing.assert_close(found, value, rtol=0, atol=1e-9)
-    assert max(kept) > 40
-    assert (result.personal.min, result.personal.max) == (min(kept), max(kept))
-    assert (result.bytes.down_total, result.bytes.up_total) == (traffic["down"], traffic["up"])
-    assert traffic["up"] < traffic["down"]  # what is sent lags behind by a visit
+        after = []
+        for at, old in enumerate(theta):
+            senders = torch.stack([~sent[client][at] for client in cohort])
+            total = (torch.stack([own[client][at] for client in cohort]) * senders).sum(dim=0)
+            after.append(torch.where(senders.any(dim=0), total / senders.sum(dim=0), old))
+        theta = after
+    kept = [sum(int(one.sum()) for one in mine) for mine in sent]
+    assert max(kept) > 100
+    assert up < down  # what is sent lags behind by a visit
+    for result in both_engines(federation, theta, {client: merge(client) for client in range(4)}):
+        assert (result.personal.min, result.personal.max) == (min(kept), max(kept))
+        assert (result.bytes.down_total, result.bytes.up_total) == (down, up)
 
 
 def test_the_port_becomes_training_alone():
-    result = Federation(Config(**SMALL)).run(mode="as-published", grow=0.5)
+    result = small("fedselect", "one batch", **SMALL).run(mode="as-published", grow=0.5)
     model = result.state_dict(0)
     assert result.personal.share > 0.99
     assert any(not torch.equal(model[name], result.state_dict(1)[name]) for name in model)
 
 
-@pytest.mark.parametrize("change", [{"every": 1}, {"every": 2, "grow": 0.5}, {"every": 2, "cap": 0.1}])
-def test_every_option_changes_the_model(change):
-    federation = Federation(Config(**SMALL, options={"every": 2}))
-    ours, theirs = (federation.run(**options).personal.mean for options in ({}, change))
-    assert ours != theirs
+def test_every_option_changes_the_model():
+    federation = small("fedselect", "one batch", {"every": 1}, **SMALL)
+    kept = [federation.run(**change).personal.mean for change in ({}, {"every": 2}, {"grow": 0.5}, {"cap": 0.1})]
+    assert len(set(kept)) == 4
 
 
 @pytest.mark.parametrize("engine", ["serial", "lanes"])
@@ -294,10 +259,10 @@ def test_running_statistics_of_batch_norm_stay_on_the_client(engine, monkeypatch
         return nn.Sequential(layers | OrderedDict(classifier=nn.Linear(4, classes)))
 
     monkeypatch.setitem(NETS, "normed", normed)
-    config = Config(**{**SMALL, "model": "normed", "rounds": 1, "epochs": 1, "lr": 1e-12}, engine=engine)
-    federation = Federation(config)
+    slow = {**SMALL, "model": "normed", "rounds": 1, "epochs": 1, "lr": 1e-12, "engine": engine}
+    federation = small("fedselect", "one batch", **slow)
     result, data = federation.run(), federation.data
-    start, visited = federation.model.initial(config.seed).double(), next(cohorts(config)).tolist()
+    start, (_, visited) = federation.model.initial(federation.config.seed).double(), next(each_round(federation))
     for client in range(data.clients):
         module = federation.model.module(start).train()
         for _ in range(2 if client in visited else 0):  # so slow a training leaves the weights as they are
@@ -308,5 +273,5 @@ def test_running_statistics_of_batch_norm_stay_on_the_client(engine, monkeypatch
     assert result.state_dict()["norm.running_mean"].eq(0).all()
     learned = federation.model.layout.learned
     assert result.personal.min == 8
-    sent = 3 * (8 * learned + min(4 * 8, math.ceil((learned + 8) / 8)))
+    sent = 2 * (8 * learned + min(4 * 8, math.ceil((learned + 8) / 8)))
     assert result.bytes.down_total == result.bytes.up_total == sent

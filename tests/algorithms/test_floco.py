@@ -6,16 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from plain import RATES, SIZES, batches, both_engines, each_round, fit, flat, key, mean, sgd, small, theta_0
 from scipy.optimize import brentq
 from scipy.spatial.distance import pdist
 from sklearn.decomposition import PCA
 from walk import moment, row, walk
 
-from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Batch, Client, Train, floco
-from fedobp.course import cohorts
 from fedobp.engine.schedule import step_key
-from fedobp.keys import Purpose, fold, uniform
+from fedobp.keys import fold, uniform
 from fedobp.models import Model
 
 METHOD = METHODS["floco"](endpoints=3, tau=1)
@@ -116,8 +115,8 @@ def points(monkeypatch):
         seen = []
         monkeypatch.setattr(floco, "loss_at", lambda model, client, batch, point: seen.append(point))
         client = Client({}, {}, {"centre": CENTRE}, {}, {"rho": torch.tensor(rho).double()})
-        for key in fold(1, torch.arange(count)):
-            loss(None, client, Batch(*[torch.zeros(1)] * 3, key, torch.tensor(0), torch.tensor(0)))
+        for drawn in fold(1, torch.arange(count)):
+            loss(None, client, Batch(*[torch.zeros(1)] * 3, drawn, torch.tensor(0), torch.tensor(0)))
         return torch.stack(seen)
 
     return draw
@@ -247,57 +246,42 @@ def test_without_a_round_after_tau_all_clients_stay_in_the_middle(options, round
         assert floco.mark_weight not in method.serve(MODEL, now)
 
 
-@pytest.mark.parametrize("engine", ["serial", "lanes"])
-def test_runs_are_those_of_a_plain_loop(engine):
-    """Two rounds before the projection, and one that begins with it, of full-batch clients on the digits."""
+@pytest.mark.parametrize("rates", RATES)
+def test_runs_are_those_of_a_plain_loop(rates):
+    """Two rounds before the projection, and one that begins with it."""
     clients, count, rho = 4, 3, 0.4
-    config = Config(method="floco", clients=clients, participation=0.5, rounds=3, epochs=2, batch_size=2000, lr=0.1,
-                    precision="fp64", model="mlp", engine=engine, device="cpu",
-                    options={"endpoints": count, "tau": 2, "rho": rho})  # fmt: skip
-    federation = Federation(config)
-    result, data, model = federation.run(), federation.data, federation.model
-    views = model.layout.views(model.initial(config.seed).double())
-    drawn = METHODS["floco"].configure(config.options).begin(model, model.initial(config.seed).double(), config.seed)
-    shared = [views["fc1.weight"], views["fc1.bias"], views["classifier.bias"],
-              *drawn.server["ends"].view(count, 10, 128)]  # fmt: skip
+    federation = small("floco", rates, {"endpoints": count, "tau": 2, "rho": rho})
+    config, model, first = federation.config, federation.model, theta_0(federation)
+    drawn = METHODS["floco"].configure(config.options).begin(model, flat(first), config.seed).server["ends"]
+    shared = [*first[:2], first[3], *drawn.view(count, 10, 8)]
     centres = [np.full(count, 1 / count)] * clients
 
+    def point(draw, client, projected):
+        if not projected:
+            shares = [-math.log(number) for number in uniform(draw, count).tolist()]
+            return [share / sum(shares) for share in shares]
+        radius, *sides = uniform(draw, count + 1).tolist()
+        length = sum(abs(2 * side - 1) for side in sides)
+        return [centre + rho * radius * (2 * side - 1) / length
+                for centre, side in zip(centres[client], sides, strict=True)]  # fmt: skip
+
+    def at(point, values):
+        return [*values[:2], sum(share * end for share, end in zip(point, values[3:], strict=True)), values[2]]
+
     def trained(client, round, projected):
-        x, y = data.inputs(client, "train").flatten(1), data.targets(client, "train")
-        key, now = fold(fold(config.seed, round, client, Purpose.TRAIN), 1), shared
-        for epoch in range(2):
-            now = [one.detach().requires_grad_() for one in now]
-            draw = step_key(key, epoch, 0)
-            if not projected:
-                shares = [-math.log(number) for number in uniform(draw, count).tolist()]
-                point = [share / sum(shares) for share in shares]
-            else:
-                radius, *sides = uniform(draw, count + 1).tolist()
-                length = sum(abs(2 * side - 1) for side in sides)
-                point = [centre + rho * radius * (2 * side - 1) / length
-                         for centre, side in zip(centres[client], sides, strict=True)]  # fmt: skip
-            weight = sum(share * end for share, end in zip(point, now[3:], strict=True))
-            logits = torch.relu(x @ now[0].T + now[1]) @ weight.T + now[2]
-            slopes = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, y), now)
-            now = [one - 0.1 * slope for one, slope in zip(now, slopes, strict=True)]
-        return len(y), [one.detach() for one in now]
+        data, phase = list(batches(federation, client, round, 1, epochs=2)), key(federation, client, round, 1)
+        draws = (step_key(phase, epoch, step) for epoch in range(2) for step in range(len(data) // 2))
+        points = (point(draw, client, projected) for draw in draws)
+        return sgd(federation, shared, lambda values, x, y: fit(at(next(points), values), x, y), iter(data))
 
-    for round in (1, 2, 3):
+    for round, cohort in each_round(federation):
         if round == 3:  # which all clients begin with the projection; of that nothing else is kept
-            ends = np.stack([torch.cat([end.flatten() for end in trained(client, 3, False)[1][3:]]).numpy()
-                             for client in range(clients)])  # fmt: skip
+            ends = np.stack([flat(trained(client, 3, False)[3:]).numpy() for client in range(clients)])
             centres = placed(components(ends, count))
-        cohort = list(cohorts(config))[round - 1].tolist()
-        sizes, models = zip(*[trained(client, round, round == 3) for client in cohort], strict=True)
-        shared = [sum(size * one for size, one in zip(sizes, many, strict=True)) / sum(sizes)
-                  for many in zip(*models, strict=True)]  # fmt: skip
-
-    for client in (None, *range(clients)):
-        point = [1 / count] * count if client is None else centres[client]
-        weight = sum(share * end for share, end in zip(point, shared[3:], strict=True))
-        for found, expected in zip(result.state_dict(client).values(), [*shared[:2], weight, shared[2]], strict=True):
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
-    visits, entries = 2 + 2 + clients + 2, model.layout.size + (count - 1) * 1280
-    assert result.bytes.up_total == 8 * (6 * entries + clients * count * 1280)
-    assert result.bytes.down_total == visits * 8 * (entries + count)
-    assert result.personal.min == result.personal.max == 1280
+        shared = mean(federation, cohort, [trained(client, round, round == 3) for client in cohort])
+    served = {client: at(centres[client], shared) for client in range(clients)}
+    visits, entries = 2 + 2 + clients + 2, sum(SIZES) + (count - 1) * SIZES[2]
+    for result in both_engines(federation, at([1 / count] * count, shared), served, atol=1e-9):
+        assert result.bytes.up_total == 8 * (6 * entries + clients * count * SIZES[2])
+        assert result.bytes.down_total == visits * 8 * (entries + count)
+        assert result.personal.min == result.personal.max == SIZES[2]

@@ -1,23 +1,18 @@
-"""FLUTE: its regulariser by hand, two rounds against a plain loop over real modules, and the server's step."""
+"""FLUTE: its regulariser by hand, rounds against a plain loop, and the server's step."""
 
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn import functional
+from plain import RATES, SIZES, batches, both_engines, each_round, fit, hidden, mean, samples, sgd, small, theta_0
 from walk import moment, walk
 
-from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Client, Train
 from fedobp.algorithms.flute import collapse, head_loss, joint_loss
 from fedobp.models import Model
 
 METHOD = METHODS["flute"]
-SMALL = {
-    "method": "flute", "clients": 4, "participation": 1.0, "rounds": 2, "epochs": 3, "batch_size": 2000, "lr": 0.1,
-    "precision": "fp64", "model": "mlp", "alpha": 0.3, "device": "cpu",
-}  # fmt: skip
 
 
 def known(*labels, classes=2):
@@ -39,86 +34,59 @@ def test_the_regulariser_by_hand():
 
 
 def distance(weight, labels):
-    """The regulariser once more, entry by entry."""
-    classes, total = len(weight), 0
-    gram = [[row @ other for other in weight] for row in weight]
-    size = sum(entry**2 for row in gram for entry in row) ** 0.5
-    for i in range(classes):
-        for j in range(classes):
-            aim = ((i == j) - 1 / classes) / math.sqrt(classes - 1) if i in labels and j in labels else 0.0
-            total = total + (gram[i][j] / size - aim) ** 2
-    return total**0.5
+    """The regulariser once more, its aim entry by entry."""
+    classes, gram = len(weight), weight @ weight.T
+    aim = [
+        [((i == j) - 1 / classes) / math.sqrt(classes - 1) if {i, j} <= labels else 0.0 for j in range(classes)]
+        for i in range(classes)
+    ]
+    return (gram / (gram**2).sum() ** 0.5 - torch.tensor(aim, dtype=gram.dtype)).square().sum().sqrt()
 
 
-def plain(federation, theta, rounds, epochs, l1, l2, l3, server_lr, joint, mode):
-    """FLUTE on full-batch clients with ordinary modules; return the global vector and everybody's head."""
-    model, data = federation.model, federation.data
-    clients = range(data.clients)
-    module = model.module(theta)
-    heads = [{name: p.detach().clone() for name, p in module.classifier.named_parameters()} for _ in clients]
-    first = [{name: p.clone() for name, p in one.items()} for one in heads]
-    base = {name: p.detach().clone() for name, p in module.named_parameters() if "classifier" not in name}
-    for _ in range(rounds):
-        bases, labels = [], []
-        for client in clients:
-            x, y = data.inputs(client, "train"), data.targets(client, "train")
-            labels.append(set(y.tolist()))
-            module.load_state_dict({**base, **{f"classifier.{name}": p for name, p in heads[client].items()}})
-            for epoch in range(epochs):
-                features = module[:-1](x)
-                if mode == "as-published" or epoch < epochs - joint:
-                    features = features.detach()
-                loss = (
-                    functional.cross_entropy(module.classifier(features), y) + l2 * module.classifier.weight.norm() ** 2
-                )
-                loss = loss + l1 * distance(module.classifier.weight, labels[-1])
-                loss = loss + (l3 * features.norm() ** 2 if epoch >= epochs - joint else 0)
-                module.zero_grad()
-                loss.backward()
-                torch.optim.SGD(module.parameters(), 0.1).step()
-            heads[client] = {name: p.detach().clone() for name, p in module.classifier.named_parameters()}
-            bases.append({name: p.detach().clone() for name, p in module.named_parameters() if name in base})
-        n = [data.size(client, "train") for client in clients]
-        base = {name: sum(m * one[name] for m, one in zip(n, bases, strict=True)) / sum(n) for name in base}
-        weights = [one["weight"].requires_grad_() for one in heads]
-        (sum(map(distance, weights, labels)) / len(weights)).backward()
-        for one in heads:
-            one["weight"] = (one["weight"] - server_lr * one["weight"].grad).detach()
-    whole = model.layout.flatten({**base, **{f"classifier.{name}": p for name, p in first[0].items()}})
-    return whole, [torch.cat([one["weight"].flatten(), one["bias"]]) for one in heads]
-
-
-@pytest.mark.parametrize("engine", ["serial", "lanes"])
+@pytest.mark.parametrize("rates", RATES)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"simplex": 2.0, "weights": 0.1, "features": 0.001, "server_lr": 3.0, "joint_epochs": 2},
+    [{"simplex": 2.0, "weights": 0.1, "features": 0.001, "server_lr": 3.0, "joint_epochs": 2},
      {"mode": "as-published"}],
 )  # fmt: skip
-def test_runs_are_those_of_a_plain_loop(engine, options):
-    federation = Federation(Config(**SMALL, engine=engine, options=options))
-    theta = federation.model.initial(federation.config.seed).double()
-    method = METHOD(**options)
-    expected, heads = plain(
-        federation, theta, 2, 3, method.simplex, method.weights, method.features, method.server_lr,
-        method.joint_epochs, method.mode,
-    )  # fmt: skip
-    result = federation.run()
-    layout, vector = federation.model.layout, federation.model.layout.flatten
-    torch.testing.assert_close(vector(result.state_dict()), expected, rtol=0, atol=1e-9)
-    for client in range(4):
-        base, head = layout.split(vector(result.state_dict(client)))
-        torch.testing.assert_close(head, heads[client], rtol=0, atol=1e-9)
-        assert base.equal(layout.split(vector(result.state_dict()))[0])
-    moved = not base.equal(layout.split(theta)[0])
-    assert moved == (method.mode == "faithful")
-    assert result.bytes.down_per_round == 4 * 8 * layout.size
-    assert result.bytes.up_per_round == 4 * (8 * layout.size + 10)  # a byte for each of the ten labels
-    assert result.personal.max == len(heads[0])
+def test_runs_are_those_of_a_plain_loop(options, rates):
+    federation, method = small("flute", rates, options, alpha=0.3, epochs=3), METHOD(**options)
+    first = base = theta_0(federation)
+    heads, labels = dict.fromkeys(range(4), first[2:]), {}
+
+    def loss_of(client, spread):
+        def loss(values, x, y):
+            penalties = method.weights * (values[2] ** 2).sum() + spread * (hidden(values, x) ** 2).sum()
+            return fit(values, x, y) + method.simplex * distance(values[2], labels[client]) + penalties
+
+        return loss
+
+    joint = method.joint_epochs if method.mode == "faithful" else 0
+    for round, cohort in each_round(federation):
+        models = []
+        for client in cohort:
+            labels[client] = set(samples(federation, client)[1].tolist())
+            head, everything = (batches(federation, client, round, phase, epochs) for phase, epochs in
+                                ((1, 3 - joint), (2, joint)))  # fmt: skip
+            model = [*base[:2], *heads[client]]
+            model = sgd(federation, model, loss_of(client, 0), head, moving=[False, False, True, True])
+            models.append(sgd(federation, model, loss_of(client, method.features), everything))
+        base = mean(federation, cohort, models)
+        for client, model in zip(cohort, models, strict=True):
+            weight = model[2].clone().requires_grad_()
+            [slope] = torch.autograd.grad(distance(weight, labels[client]) / len(cohort), weight)
+            heads[client] = [model[2] - method.server_lr * slope, model[3]]
+    served = {client: [*base[:2], *head] for client, head in heads.items()}
+    assert base[0].equal(first[0]) == (method.mode == "as-published")
+    for result in both_engines(federation, [*base[:2], *first[2:]], served, atol=1e-9):
+        assert result.bytes.down_per_round == 2 * 8 * sum(SIZES)
+        assert result.bytes.up_per_round == 2 * (8 * sum(SIZES) + 10)  # a byte for each of the ten labels
+        assert result.personal.max == sum(SIZES[2:])
 
 
 @pytest.fixture(scope="module")
 def usual():
-    federation = Federation(Config(**{**SMALL, "rounds": 1}))
+    federation = small("flute", "one batch", rounds=1, epochs=3, participation=1.0)
     return federation, federation.run().state_dict(0)
 
 

@@ -5,16 +5,33 @@ import math
 import numpy as np
 import pytest
 import torch
+from plain import (
+    RATES,
+    SIZES,
+    batches,
+    both_engines,
+    each_round,
+    fit,
+    flat,
+    hidden,
+    key,
+    mean,
+    samples,
+    sgd,
+    small,
+    theta_0,
+)
 from scipy.optimize import minimize
 from torch.distributions import MultivariateNormal
 from torch.nn.functional import cross_entropy, one_hot
 from walk import moment, row
 
-from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Batch, Client, Sweep, Train
 from fedobp.algorithms.gaussians import Held, best_beta, discriminant, estimate, shrunk
 from fedobp.algorithms.pfedfda import log_prior, spare_few
-from fedobp.keys import fold
+from fedobp.engine.schedule import batches as positions
+from fedobp.engine.schedule import step_key
+from fedobp.keys import Purpose, fold
 from fedobp.models import Model
 
 METHOD = METHODS["pfedfda"]()
@@ -114,6 +131,11 @@ def test_beta_is_that_of_scipy(tied):
     assert at_an_end
 
 
+def test_own_gaussians_may_be_taken_as_they_are():
+    one, batch = client(torch.tensor([0, 1, 0, 0, 1]))
+    assert METHODS["pfedfda"](betas="own")._measure(MODEL, one, batch).work["beta"].tolist() == [1, 1]
+
+
 def test_without_steps_beta_is_a_half():
     assert best_beta(problem(0)[0], 0, False).tolist() == [0.5, 0.5]
 
@@ -209,6 +231,19 @@ def test_one_class_is_enough_and_types_stay(dtype):
     assert {done.work[name].dtype for name in ("beta", "own_mean", "own_covariance")} == {dtype}
 
 
+def test_what_is_sent_lies_between_the_global_gaussians_and_ones_own():
+    """Three quarters of the way for the means, a quarter for the covariance."""
+    one, _ = client(torch.tensor([0, 0, 2, 0]))
+    mean, covariance = one.work["mean"], one.work["covariance"]
+    work = {"own_mean": mean + 4, "own_covariance": 9 * covariance, "beta": torch.tensor([0.75, 0.25]).double()}
+    *_, adapting, sending = METHOD.local(MODEL, moment(0))
+    done = sending(MODEL, adapting(MODEL, one.set(**work)))
+    assert sorted(done.up) == ["base", "covariance", "mean"]
+    torch.testing.assert_close(done.up["mean"], mean.flatten() + 3)
+    torch.testing.assert_close(done.up["covariance"], 3 * covariance.flatten())
+    torch.testing.assert_close(MODEL.head(done.theta)[0], (mean + 3) / 3)  # which also is the last local model's head
+
+
 def test_a_client_without_samples_has_uniform_priors():
     one, _ = client(torch.zeros(0, dtype=torch.int64))
     torch.testing.assert_close(log_prior(one), torch.full((3,), -math.log(3)).double())
@@ -239,70 +274,70 @@ def test_the_last_round_may_be_everyones():
 
 # Rounds
 
-SETTINGS = {
-    "clients": 3, "participation": 1.0, "rounds": 2, "epochs": 2, "batch_size": 2000, "lr": 0.05, "alpha": 0.3,
-    "precision": "fp64", "model": "mlp", "device": "cpu",
-}  # fmt: skip
 
-
-@pytest.mark.parametrize("engine", ["serial", "lanes"])
-def test_runs_are_those_of_a_plain_loop(engine):
-    """Without the search for beta, in ordinary matrices: two rounds, and the heads in use."""
-    federation = Federation(Config(**SETTINGS, method="pfedfda", engine=engine, options={"betas": "own"}))
-    data, classes, model = federation.data, federation.model.classes, federation.model
-    first = model.layout.views(model.initial(federation.config.seed).double())
-    base = [first["fc1.weight"], first["fc1.bias"]]
-    size = len(base[1])
-    mean = METHOD.begin(model, model.initial(0).double(), federation.config.seed).server["mean"].view(classes, size)
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("betas", ["two", "one"])
+def test_runs_are_those_of_a_plain_loop(betas, rates):
+    """In ordinary matrices; of the library's methods only the search for beta is used."""
+    federation, size = small("pfedfda", rates, {"betas": betas}, lr=0.05), 8
+    method, model, first = METHODS["pfedfda"](betas=betas), federation.model, theta_0(federation)
     eye = torch.eye(size).double()
-    covariance = eye
+    base, covariance = first[:2], eye
+    centres = METHOD.begin(model, flat(first), federation.config.seed).server["mean"].view(10, size)
+    used = []
 
-    def hidden(base, x):
-        return torch.relu(x.flatten(1) @ base[0].T + base[1])
-
-    def head(mean, covariance, y):
-        prior = torch.bincount(y, minlength=classes).double() / len(y) + EPS
+    def head(centres, covariance, y):
+        prior = torch.bincount(y, minlength=10).double() / len(y) + EPS
         inverse = ((1 - EPS) * covariance + EPS * covariance.trace() / size * eye).inverse()
-        return mean @ inverse, (prior / prior.sum()).log() - (mean @ inverse @ mean.T).diag() / 2
+        return [centres @ inverse, (prior / prior.sum()).log() - (centres @ inverse @ centres.T).diag() / 2]
 
-    def own(z, y, few):
-        centres = [z[y == c].mean(dim=0) if c in y else mean[c] for c in range(classes)]
-        scatter = sum(torch.outer(a - centres[c], a - centres[c]) for a, c in zip(z, y, strict=True))
-        kept = [centre if (y == c).sum() > few else mean[c] for c, centre in enumerate(centres)]
-        return torch.stack(kept), scatter / (len(y) - 1) + eye + EPS
+    def beta(base, client, drawn):
+        """Search for it on the samples in the order in which an engine gives them."""
+        x, y = samples(federation, client)
+        [order] = positions(fold(drawn, 0), len(y), len(y))
+        counts, zero = torch.bincount(y, minlength=10), torch.tensor(0)
+        work = {"theta": flat([*base, *first[2:]]), "mean": centres, "covariance": covariance}
+        one = Client({}, {}, {**work, "beta": eye[0, :2]}, {}, {}, {"n": counts.sum(), "counts": counts})
+        batch = Batch(x[order], y[order], torch.ones(len(y)).double(), step_key(drawn, 0, 0), zero, zero)
+        used.append(method._measure(model, one, batch).work["beta"].tolist())
+        return used[-1]
 
-    for _ in range(2):
-        uploads, sizes = [], []
-        for client in range(3):
-            x, y, mine = data.inputs(client, "train"), data.targets(client, "train"), base
-            weight, bias = head(mean, covariance, y)
-            for _ in range(2):
-                mine = [tensor.detach().requires_grad_() for tensor in mine]
-                gradients = torch.autograd.grad(cross_entropy(hidden(mine, x) @ weight.T + bias, y), mine)
-                mine = [(tensor - 0.05 * by).detach() for tensor, by in zip(mine, gradients, strict=True)]
-            uploads.append([*mine, *own(hidden(mine, x), y, 0)])
-            sizes.append(len(y))
-        shares = [n / sum(sizes) for n in sizes]
-        averages = [sum(w * one[k] for w, one in zip(shares, uploads, strict=True)) for k in range(4)]
-        base, mean, covariance = averages[:2], averages[2], averages[3]
-    result = federation.run()
-    for client in range(3):
-        y, served = data.targets(client, "train"), result.state_dict(client)
-        weight, bias = head(*own(hidden(base, data.inputs(client, "train")), y, 2), y)
-        for name, tensor in {"fc1.weight": base[0], "classifier.weight": weight, "classifier.bias": bias}.items():
-            torch.testing.assert_close(served[name], tensor, rtol=0, atol=1e-9)
-    wire = 3 * 8 * (base[0].numel() + size + classes * size + size**2)
-    assert result.bytes.down_per_round == result.bytes.up_per_round == wire
-    assert result.state_dict()["classifier.weight"].equal(first["classifier.weight"])
+    def adapted(base, client, few, *when):
+        x, y = samples(federation, client)
+        z = hidden(base, x)
+        own = torch.stack([z[y == c].mean(dim=0) if c in y else centres[c] for c in range(10)])
+        scatter = (z - own[y]).T @ (z - own[y])
+        kept = torch.stack([one if (y == c).sum() > few else centres[c] for c, one in enumerate(own)])
+        for_mean, for_scatter = beta(base, client, key(federation, client, *when))
+        spread = scatter / (len(y) - 1) + eye + EPS
+        return [for_mean * kept + (1 - for_mean) * centres, for_scatter * spread + (1 - for_scatter) * covariance]
+
+    for round, cohort in each_round(federation):
+        uploads = []
+        for client in cohort:
+            model_ = [*base, *head(centres, covariance, samples(federation, client)[1])]
+            data = batches(federation, client, round, phase=1, epochs=2)
+            mine = sgd(federation, model_, fit, data, moving=[True, True, False, False])[:2]
+            uploads.append([*mine, *adapted(mine, client, 0, round, 2)])
+        *base, centres, covariance = mean(federation, cohort, uploads)
+    served = {}
+    for client in range(4):
+        gaussians = adapted(base, client, 2, 3, 1, Purpose.SERVE)
+        served[client] = [*base, *head(*gaussians, samples(federation, client)[1])]
+    assert any(0.1 < for_mean < 0.9 for for_mean, _ in used)
+    assert any(a != b for a, b in used) == (betas == "two")
+    wire = 2 * 8 * (sum(SIZES[:2]) + 10 * size + size**2)
+    for result in both_engines(federation, [*base, *first[2:]], served, atol=1e-9):
+        assert result.bytes.down_per_round == result.bytes.up_per_round == wire
 
 
 def test_as_published_is_fedavg_until_it_is_used():
-    federation = Federation(Config(**SETTINGS))
+    federation = small("pfedfda", "one batch")
     published, fedavg = federation.run("pfedfda", mode="as-published"), federation.run("fedavg")
     for name, tensor in published.state_dict().items():
         assert tensor.equal(fedavg.state_dict()[name])
     assert not published.state_dict(0)["classifier.weight"].equal(published.state_dict()["classifier.weight"])
-    assert published.bytes.up_per_round == 3 * 8 * federation.model.layout.size
+    assert published.bytes.up_per_round == 2 * 8 * federation.model.layout.size
 
 
 def test_as_published_never_learns_gaussians():
@@ -338,14 +373,14 @@ def test_as_published_takes_the_global_gaussians_where_no_class_occurs_twice():
     assert done.work["beta"].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("options", [{"betas": "one"}, {"betas": "own"}, {"beta_steps": 1}, {"mode": "as-published"}])
-def test_every_option_matters(options):
-    federation = Federation(Config(**{**SETTINGS, "rounds": 1}))
-    plain, other = federation.run("pfedfda").state_dict(0), federation.run("pfedfda", **options).state_dict(0)
-    assert not torch.allclose(plain["classifier.weight"], other["classifier.weight"], atol=1e-6)
+def test_every_option_matters():
+    federation = small("pfedfda", "one batch", rounds=1)
+    changes = {}, {"betas": "one"}, {"betas": "own"}, {"beta_steps": 1}, {"mode": "as-published"}
+    usual, *others = (federation.run(**change).state_dict(0)["classifier.weight"] for change in changes)
+    assert not any(torch.allclose(usual, other, atol=1e-6) for other in others)
 
 
 def test_the_last_round_of_everyone_reaches_everyone():
-    federation = Federation(Config(**{**SETTINGS, "participation": 0.34}))
-    sample, everyone = (federation.run("pfedfda", last=last, betas="own") for last in ("sample", "all"))
-    assert not torch.allclose(sample.state_dict()["fc1.weight"], everyone.state_dict()["fc1.weight"], atol=1e-6)
+    federation = small("pfedfda", "one batch", {"betas": "own"})
+    sample, everyone = (federation.run(last=last) for last in ("sample", "all"))
+    assert not torch.allclose(sample.state_dict()["fc.weight"], everyone.state_dict()["fc.weight"], atol=1e-6)

@@ -1,12 +1,12 @@
-"""pFedMe against a plain loop with modules, and where its numbers leave nothing to do."""
+"""pFedMe against a plain loop with modules."""
 
 import pytest
 import torch
+from plain import RATES, SIZES, batches, both_engines, each_round, flat, mean, small, theta_0
 from sweeps import draw, numbers, padded, visit
 from torch.nn import functional
 from walk import moment, row, vector
 
-from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Client
 from fedobp.models import Model
 
@@ -18,23 +18,22 @@ BATCHES = {0: draw(1, [5, 3, 2]), 1: draw(2, [4, 1])}  # a batch of one sample i
 MANY = {"inner": 3, "lam": 4.0, "eta_p": 0.07, "mu": 0.2, "beta": 1.5}
 
 
-def plain_visit(received, batches, lr, method):
+def plain_visit(model, received, data, lr, method):
     """Train two modules, parameter by parameter."""
-    personal, shared = MODEL.module(received), MODEL.module(received)
-    for _ in range(2):
-        for x, y in batches:
-            if len(y) == 1:
-                continue
-            for _ in range(method.inner):
-                personal.zero_grad()
-                functional.cross_entropy(personal(x), y).backward()
-                with torch.no_grad():
-                    for theta, w in zip(personal.parameters(), shared.parameters(), strict=True):
-                        theta -= method.eta_p * (theta.grad + method.lam * (theta - w) + method.mu * theta)
+    personal, shared = model.module(received), model.module(received)
+    for x, y in data:
+        if len(y) == 1:
+            continue
+        for _ in range(method.inner):
+            personal.zero_grad()
+            functional.cross_entropy(personal(x), y).backward()
             with torch.no_grad():
                 for theta, w in zip(personal.parameters(), shared.parameters(), strict=True):
-                    w -= lr * method.lam * (w - theta)
-    return MODEL.read(personal), MODEL.read(shared)
+                    theta -= method.eta_p * (theta.grad + method.lam * (theta - w) + method.mu * theta)
+        with torch.no_grad():
+            for theta, w in zip(personal.parameters(), shared.parameters(), strict=True):
+                w -= lr * method.lam * (w - theta)
+    return model.read(personal), model.read(shared)
 
 
 @pytest.mark.parametrize("options", [{}, MANY, *({name: value} for name, value in MANY.items())])
@@ -50,7 +49,7 @@ def test_two_rounds_are_those_of_a_plain_loop(options):
         for client in (0, 1):
             program = method.local(MODEL, NOW)
             done, epochs = visit(MODEL, program, owns[client], row(down, client), hp, lambda _, c=client: BATCHES[c])
-            theta, w = plain_visit(shared, BATCHES[client], 0.05, method)
+            theta, w = plain_visit(MODEL, shared, BATCHES[client] * 2, 0.05, method)
             assert epochs == [2]
             assert list(done.up) == ["theta"]
             torch.testing.assert_close(done.own["theta"], theta, rtol=0, atol=1e-12)
@@ -77,9 +76,9 @@ def test_how_far_the_server_moves(beta, expected):
 
 def test_without_a_batch_the_received_model_is_kept_and_sent_back():
     method = PFedMe()
-    for batches in ([], draw(0, [1])):
+    for none in ([], draw(0, [1])):
         own, down, hp = {"theta": THETA * 2}, {"theta": THETA}, numbers(**method.floats())
-        done, _ = visit(MODEL, method.local(MODEL, NOW), own, down, hp, lambda _, b=batches: b)
+        done, _ = visit(MODEL, method.local(MODEL, NOW), own, down, hp, lambda _, b=none: b)
         assert done.own["theta"].equal(THETA)
         assert done.up["theta"].equal(THETA)
 
@@ -88,33 +87,6 @@ def test_a_client_never_selected_uses_theta_0():
     own = PFedMe().begin(MODEL, THETA, 0).own
     served, _ = visit(MODEL, PFedMe().serve(MODEL, NOW), own, {"theta": THETA * 5}, numbers(), lambda _: [])
     assert served.theta.equal(THETA)
-
-
-@pytest.mark.parametrize("engine", ["serial", "lanes"])
-def test_without_a_pull_clients_fine_tune_theta_0(engine):
-    """With lam and mu at 0 the global model never moves, and a visit is training from it with eta_p."""
-    config = Config(clients=4, participation=0.5, rounds=3, epochs=2, batch_size=2000, lr=0.1, alpha=0.5,
-                    precision="fp64", model="mlp", engine=engine, device="cpu")  # fmt: skip
-    federation = Federation(config)
-    found = federation.run("pfedme", lam=0, mu=0, eta_p=0.1, inner=1)
-    start = federation.model.initial(config.seed).double()
-    for name, tensor in federation.model.layout.views(start).items():
-        assert found.state_dict()[name].equal(tensor)
-    trained = 0
-    for client in range(4):
-        theta = torch.cat([tensor.flatten() for tensor in found.state_dict(client).values()])
-        if theta.equal(start):
-            continue
-        module, trained = federation.model.module(start), trained + 1
-        optimiser = torch.optim.SGD(module.parameters(), 0.1)
-        for _ in range(2):
-            optimiser.zero_grad()
-            data = (federation.data.inputs(client, "train"), federation.data.targets(client, "train"))
-            functional.cross_entropy(module(data[0]), data[1]).backward()
-            optimiser.step()
-        torch.testing.assert_close(theta, federation.model.read(module), rtol=0, atol=1e-10)
-    assert trained >= 2
-    assert found.bytes.down_per_round == found.bytes.up_per_round == 2 * 8 * federation.model.layout.size
 
 
 @pytest.mark.parametrize(("eta_p", "converges"), [(0.5, True), (0.75, True), (1.25, False)])
@@ -131,3 +103,20 @@ def test_the_pull_converges_below_2(eta_p, converges):
     client = Client(own={}, down={}, work={"theta": THETA + 1, "shared": THETA}, up={}, hp=hp)
     away = (sweep.step(Flat(), client, padded(x, y, 0, 0)).theta - THETA).abs()
     assert (away < 1e-8).all() if converges else (away > 1e5).all()
+
+
+@pytest.mark.parametrize("rates", RATES)
+def test_runs_are_those_of_a_plain_loop(rates):
+    federation = small("pfedme", rates, MANY, lr=0.05)
+    method, shared = PFedMe.configure(MANY), flat(theta_0(federation))
+    personal = dict.fromkeys(range(4), shared)
+    for round, cohort in each_round(federation):
+        models = []
+        for client in cohort:
+            data = batches(federation, client, round, phase=1, epochs=2)
+            personal[client], w = plain_visit(federation.model, shared, data, 0.05, method)
+            models.append([w])
+        [middle] = mean(federation, cohort, models)
+        shared = (1 - method.beta) * shared + method.beta * middle
+    for result in both_engines(federation, [shared], {client: [theta] for client, theta in personal.items()}):
+        assert result.bytes.down_per_round == result.bytes.up_per_round == 2 * 8 * sum(SIZES)

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plain import RATES, batches
+from plain import RATES, batches, both_engines, each_round, flat, small, theta_0
 from torch.nn import functional
 from walk import moment, row, vector, walk
 
-from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Client, Train
 
 METHOD = METHODS["scaffold"]()
@@ -81,25 +80,21 @@ def test_it_serves_the_global_model():
     assert (served.theta.tolist(), phases) == ([7, 8], [])
 
 
-@pytest.mark.parametrize("engine", ["serial", "lanes"])
 @pytest.mark.parametrize("rates", RATES)
-def test_runs_are_those_of_a_plain_loop(engine, rates):
-    """Two rounds on the digits, coded again without the library's engines."""
-    config = Config(method="scaffold", clients=4, participation=1.0, rounds=2, epochs=2, lr=0.1, precision="fp64",
-                    model="mlp", partition="iid", engine=engine, device="cpu", **RATES[rates])  # fmt: skip
-    federation = Federation(config)
-    model, momentum = federation.model, config.momentum
-    theta = model.initial(config.seed).double()
-    control, controls = torch.zeros_like(theta), [torch.zeros_like(theta) for _ in range(4)]
-    for round in (1, 2):
+def test_runs_are_those_of_a_plain_loop(rates):
+    federation = small("scaffold", rates)
+    model, momentum, decay = federation.model, federation.config.momentum, federation.config.weight_decay
+    theta = flat(theta_0(federation))
+    control, controls = torch.zeros_like(theta), dict.fromkeys(range(4), torch.zeros_like(theta))
+    for round, cohort in each_round(federation):
         models, changes = [], []
-        for client in range(4):
+        for client in cohort:
             w, velocity, length = theta.clone(), torch.zeros_like(theta), 0.0
             factor = 0.0  # that a constant gradient has in the velocity: 1 + m + ... + m^(k-1)
             for x, y in batches(federation, client, round, phase=1, epochs=2):
                 w.requires_grad_()
                 [gradient] = torch.autograd.grad(functional.cross_entropy(model.logits(w, x), y), w)
-                gradient = gradient + control - controls[client] + config.weight_decay * w.detach()
+                gradient = gradient + control - controls[client] + decay * w.detach()
                 velocity = momentum * velocity + gradient
                 w = (w - 0.1 * velocity).detach()
                 factor = momentum * factor + 1
@@ -108,8 +103,6 @@ def test_runs_are_those_of_a_plain_loop(engine, rates):
             changes.append(new - controls[client])
             controls[client] = new
             models.append(w)
-        theta, control = torch.stack(models).mean(dim=0), control + torch.stack(changes).sum(dim=0) / 4
-    result = federation.run()
-    found = torch.cat([tensor.flatten() for tensor in result.state_dict().values()])
-    torch.testing.assert_close(found, theta, rtol=0, atol=1e-10)
-    assert result.bytes.down_per_round == result.bytes.up_per_round == 4 * 2 * 8 * model.layout.size
+        theta, control = sum(models) / 2, control + sum(changes) / 4
+    for result in both_engines(federation, [theta], {client: [theta] for client in range(4)}):
+        assert result.bytes.down_per_round == result.bytes.up_per_round == 2 * 2 * 8 * model.layout.size

@@ -1,21 +1,17 @@
 """SeqFedEDT: a model that walks, by hand and against a plain loop."""
 
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn import functional
+from plain import RATES, SIZES, batches, both_engines, each_round, fit, flat, sgd, small, theta_0
 from walk import vector
 
-from fedobp import Config, Federation
 from fedobp.algorithms import METHODS, Client, Moment, Sparse, Train
-from fedobp.course import cohorts
 from fedobp.models import Layout
 
 SeqFedEDT = METHODS["seqfededt"]
-SMALL = {"clients": 5, "participation": 0.6, "rounds": 3, "epochs": 2, "lr": 0.1, "model": "mlp", "device": "cpu"}
 
 
 @pytest.fixture
@@ -97,53 +93,34 @@ def test_clients_take_turns():
     assert (SeqFedEDT().score, SeqFedEDT().q) == ("product", 0.999)
 
 
-def flat(state):
-    return torch.cat([tensor.flatten() for tensor in state.values()])
-
-
 def test_every_option_changes_a_run():
-    federation = Federation(Config(**SMALL))
+    federation = small("seqfededt", "one batch")
     changes = [{"score": "squared"}, {"q": 0.5}, {"norm": "layer"}, {"scope": "classifier"}, {"ema": 0.9},
                {"start": "literal"}]  # fmt: skip
-    models = [flat(federation.run("seqfededt", **{"q": 0.9, **change}).state_dict()) for change in ({}, *changes)]
+    models = [flat(federation.run(**{"q": 0.9, **change}).state_dict().values()) for change in ({}, *changes)]
     assert len({tuple(model.tolist()) for model in models}) == len(models)
 
 
+@pytest.mark.parametrize("rates", RATES)
 @pytest.mark.parametrize("score", ["product", "squared"])
-def test_runs_are_those_of_a_plain_loop(score):
-    """Full-batch clients on the digits, coded again without the library's engines."""
-    config = Config(**SMALL, method="seqfededt", batch_size=2000, precision="fp64", partition="iid",
-                    options={"q": 0.9, "score": score})  # fmt: skip
-    federation = Federation(config)
-    data, model = federation.data, federation.model
-    passing, last, sent = model.initial(config.seed).double(), {}, 0
+def test_runs_are_those_of_a_plain_loop(score, rates):
+    federation = small("seqfededt", rates, {"q": 0.9, "score": score})
+    passing, last, sent, size = theta_0(federation), {}, 0, sum(SIZES)
 
     def merged(client):
         if client not in last:
             return passing, 0
-        own = last[client]
-        each = own - passing if score == "squared" else own
-        marks = ((own - passing) * each).abs()
+        own, arrived = flat(last[client]), flat(passing)
+        marks = ((own - arrived) * (own - arrived if score == "squared" else own)).abs()
         kept = marks > marks.quantile(0.9)
-        return torch.where(kept, own, passing), int(kept.sum())
+        return [*federation.model.layout.views(torch.where(kept, own, arrived)).values()], int(kept.sum())
 
-    for cohort in cohorts(config):
-        for client in cohort.tolist():
-            start, kept = merged(client)
-            sent += 8 * (len(start) - kept) + min(4 * kept, math.ceil(len(start) / 8))
-            w = start.clone().requires_grad_()
-            optimizer = torch.optim.SGD([w], 0.1)
-            for _ in range(2):
-                optimizer.zero_grad()
-                logits = model.logits(w, data.inputs(client, "train"))
-                functional.cross_entropy(logits, data.targets(client, "train")).backward()
-                optimizer.step()
-            passing = last[client] = w.detach()
-    assert any(merged(client)[1] for client in range(5))
-    for engine in ("serial", "lanes"):
-        result = Federation(replace(config, engine=engine), beside=federation).run()
-        torch.testing.assert_close(flat(result.state_dict()), passing, rtol=0, atol=1e-10)
-        for client in range(5):
-            torch.testing.assert_close(flat(result.state_dict(client)), merged(client)[0], rtol=0, atol=1e-10)
-        assert result.bytes.up_total == 3 * 3 * 8 * model.layout.size
-        assert result.bytes.down_total == sent
+    for round, cohort in each_round(federation):
+        for client in cohort:
+            begun, kept = merged(client)
+            sent += 8 * (size - kept) + min(4 * kept, math.ceil(size / 8))
+            passing = last[client] = sgd(federation, begun, fit, batches(federation, client, round, phase=1, epochs=2))
+    served = {client: merged(client)[0] for client in range(4)}
+    assert sum(merged(client)[1] > 0 for client in last) == 2  # the last one's model is the one that passes
+    for result in both_engines(federation, passing, served):
+        assert (result.bytes.up_total, result.bytes.down_total) == (3 * 2 * 8 * size, sent)
