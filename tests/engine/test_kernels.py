@@ -427,15 +427,9 @@ def test_tables_rise_and_end_with_any_number_of_lanes():
     assert tiles_for((8, 0), "bf16") is None
 
 
-def test_every_kernel_compiles_for_the_card():
-    """In processes of their own, because here the kernels are defined as interpreted ones."""
-    script = Path(__file__).parents[1] / "compile_kernels.py"
+@pytest.mark.parametrize("half", [0, 1])
+def test_every_kernel_compiles_for_the_card(half, ran):
+    """In a process of its own, because here the kernels are defined as interpreted ones."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    runs = [
-        subprocess.Popen([sys.executable, script, half], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                         env=environment)
-        for half in ("0", "1")
-    ]  # fmt: skip
-    for run in runs:
-        said, _ = run.communicate(timeout=600)
-        assert run.returncode == 0, said
+    said = ran(Path(__file__).parents[1] / "compile_kernels.py", half, env=environment, stderr=subprocess.STDOUT)
+    assert said.code == 0, said.out
