@@ -28,6 +28,7 @@ def write_npz(path, n=60, shape=(8, 8), labels=3, **more):
     return path
 
 
+@pytest.mark.essential
 def test_run_json_has_exactly_the_documented_shape(command):
     said = command("run", *TINY, "--finetune-epochs", 1, "--out", "here", "--json")
     assert (said.code, said.err) == (0, "")
@@ -88,6 +89,7 @@ def test_a_warning_is_a_note_in_one_line(command, monkeypatch):
     assert "note: no kernels here\n" in said.err
 
 
+@pytest.mark.essential
 def test_a_folder_that_holds_a_run_is_refused_and_left_alone(command):
     command("run", *TINY, "--out", "here")
     before = {path: path.read_bytes() for path in Path("here").rglob("*") if path.is_file()}

@@ -1,5 +1,6 @@
 """Ditto with two clients, worked out by hand: one model is shared, the other is held near it and used."""
 
+import pytest
 import torch
 from walk import moment, row, vector, walk
 
@@ -9,6 +10,7 @@ METHOD = METHODS["ditto"]()
 NOW = moment(0, 1)
 
 
+@pytest.mark.essential
 def test_two_rounds_by_hand():
     server, rows, own = METHOD.begin(None, vector(1, 2), 0)
     owns = [own, own]

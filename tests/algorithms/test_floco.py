@@ -181,6 +181,7 @@ def visit(server, record, round, steps):
     return states, METHOD.receive(MODEL, now, server, record, up, torch.tensor([1, 3]))
 
 
+@pytest.mark.essential
 def test_three_rounds_by_hand():
     start = METHOD.begin(MODEL, THETA, 0)
     record = {"centre": start.row["centre"].repeat(2, 1)}

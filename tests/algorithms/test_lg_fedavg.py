@@ -23,6 +23,7 @@ def model():
     del NETS["tiny-lg"]
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     ("mode", "shared", "private"),
     [("faithful", [4, 5], [0, 1, 2, 3]), ("as-published", [0, 1], [2, 3, 4, 5])],

@@ -78,6 +78,7 @@ def test_digits_fall_as_published(digits, alpha, seed):
     assert_same(partition(digits, 10, alpha=alpha, seed=seed), published(digits, 10, alpha, seed)[0])
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("seed", [1, 7])
 @pytest.mark.parametrize("alpha", [0.1, 0.5])
 def test_uneven_labels_fall_as_published(alpha, seed):

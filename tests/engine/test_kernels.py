@@ -205,6 +205,7 @@ def test_lanes_of_different_scalings():
     assert ((theta.double() - wanted).norm(dim=1) / change).max() < 2e-5
 
 
+@pytest.mark.essential
 def test_what_is_not_of_a_part_or_masked_keeps_its_bits():
     problem = Problem(Case(part="head", terms=("momentum", "decay", "moving"), steps=(1,), counts=((16,),)))
     theta, _ = problem.train(interpreted(problem))

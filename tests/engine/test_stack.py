@@ -249,6 +249,7 @@ def test_gradients_of_columns_by_numbers():
     assert torch.autograd.gradcheck(lambda t: forward(model.layout.views(t), x), theta, fast_mode=True)
 
 
+@pytest.mark.essential
 def test_a_step_of_a_stack_is_a_step_of_each_copy():
     """Cross-entropy's gradient, as training takes it."""
     shape = (1, 8, 8)
