@@ -3,7 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format bench clean
+TESTS := $(BIN)/python -m pytest
+
+.PHONY: help setup demo check test test-slow lint format bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -24,11 +26,14 @@ setup: .venv/.dev  ## make .venv with everything for development
 demo: .venv/.base  ## compare FedOBP with its rivals on real handwritten digits
 	$(BIN)/fedobp compare
 
+check: lint  ## linters, types, layers and the essential tests: before every commit
+	$(TESTS) -m essential
+
 test: lint  ## everything: linters, types, layers, tests, the built wheel
-	$(BIN)/python -m pytest
+	$(TESTS) --numprocesses auto --maxprocesses 4 --dist worksteal
 
 test-slow: .venv/.dev  ## what takes minutes: the paper's CNN on real Fashion-MNIST (needs FEDOBP_DATA)
-	$(BIN)/python -m pytest -m slow
+	$(TESTS) -m slow
 
 lint: .venv/.dev  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

@@ -30,7 +30,7 @@ from fedobp.engine.kernels.tiles import EXACT, tiles_for
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int8: "*i8", torch.uint8: "*u8", torch.int32: "*i32",
          torch.int64: "*i64"}  # fmt: skip
 SHARED = 227 * 1024
-PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+USAGE = [Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump", "--dump-resource-usage"]
 PAPERS = False  # whether it is the paper's own setting
 done: set[object] = set()
 wrong: list[str] = []
@@ -108,12 +108,11 @@ def compiled(self, *args, grid, warmup, **options):
             wrong.append(f"{about} is not pipelined")
     if lost := overwritten(text):
         wrong.append(f"{about} copies over {', '.join(sorted(lost))} while it is read")
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(kernel.asm["ptx"])
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
         file.flush()
-        ptxas = [PTXAS, "-v", "--gpu-name", "sm_90a", file.name, "-o", "/dev/null"]
-        said = subprocess.run(ptxas, capture_output=True, text=True, check=True).stderr
-    spilled = int(re.search(r"(\d+) bytes spill stores", said)[1])
+        said = subprocess.run([*USAGE, file.name], capture_output=True, text=True, check=True).stdout
+    spilled = int(re.search(r"STACK:(\d+)", said)[1])  # nothing else is on these kernels' stacks
     if spilled and PAPERS:
         wrong.append(f"{about} spills {spilled} bytes")
     return text

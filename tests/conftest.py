@@ -1,12 +1,23 @@
 import json
 import os
+import signal
 import sys
 from typing import NamedTuple
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # One thread each: the models here are tiny, and tests share their machine with others. Set before torch is loaded.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
+
+# Tests do not depend on who started them: what changes how the command line looks is theirs to set.
+for name in ("CI", "COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "LINES", "NO_COLOR", "PY_COLORS", "PYTHONIOENCODING"):
+    os.environ.pop(name, None)
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, every process seems to have exited with 0
+
+# Nor on how fast the machine is.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 import torch
 
@@ -14,6 +25,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from children import children
 from lanes_cases import NETWORKS, shards
 
 from fedobp import cli
@@ -43,6 +55,25 @@ def command(capsys, monkeypatch, tmp_path):
             cli.main()
         said = capsys.readouterr()
         return Said(stop.value.code, said.out, said.err)
+
+    return call
+
+
+@pytest.fixture
+def start():
+    """Start processes; what is left of them is ended with the test."""
+    with children() as call:
+        yield call
+
+
+@pytest.fixture
+def ran(start):
+    """Run what `start` starts to its end, and return what it said."""
+
+    def call(*arguments, **more):
+        process = start(*arguments, **more)
+        out, err = process.communicate()
+        return Said(process.returncode, out, err)
 
     return call
 

@@ -1,8 +1,5 @@
 """`fedobp bench`: what it counts is right, what it reckons follows from what it measured. No time is asserted."""
 
-import json
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -218,7 +215,7 @@ def test_noise_repeats():
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
 def test_the_peak_is_a_rate_and_leaves_the_generators_alone(precision):
     before = torch.get_rng_state()
-    assert peak(torch.device("cpu"), precision, 0.01) > 1e6
+    assert peak(torch.device("cpu"), precision, 0.01) > 0
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -281,7 +278,7 @@ def test_a_fast_device_is_shown_in_larger_units():
         assert word in " ".join(shown.get().split())
 
 
-def test_json_has_exactly_the_documented_keys_and_needs_nothing_but_torch_numpy_typer_and_rich(tmp_path):
+def test_json_has_exactly_the_documented_keys_and_needs_nothing_but_torch_numpy_typer_and_rich(ran, tmp_path):
     code = """
 import sys
 sys.modules.update(dict.fromkeys(("sklearn", "scipy", "pooch", "matplotlib", "safetensors")))  # as if not there
@@ -289,13 +286,13 @@ from fedobp.cli import main
 sys.argv = "fedobp bench --dataset mnist --model mlp --data-dir none --seconds 1 --epochs 1 --runs 2 --json".split()
 main()
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True)
-    assert done.stdout.count("\n") == 1
-    found = json.loads(done.stdout)
+    said = ran("-c", code, cwd=tmp_path)
+    assert (said.code, said.err, said.out.count("\n")) == (0, "", 1)
+    found = said.json
     assert set(found) == set(Bench.__dataclass_fields__)
     assert [set(row) for row in found["engines"]] == [set(Speed.__dataclass_fields__)] * 2
     assert (found["runs"], found["epochs"], found["batch_size"]) == (2, 1, 32)
-    assert (found["dataset"], found["random_data"], found["samples"], done.stderr) == ("mnist", True, 70_000, "")
+    assert (found["dataset"], found["random_data"], found["samples"]) == ("mnist", True, 70_000)
 
 
 def test_a_batch_larger_than_any_client_is_reckoned_as_the_largest_clients():

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import tomllib
@@ -37,6 +36,7 @@ def write_npz(path, n=60, shape=(8, 8), labels=3, **more):
     return path
 
 
+@pytest.mark.essential
 def test_run_json_has_exactly_the_documented_shape(command):
     said = command("run", *TINY, "--finetune-epochs", 1, "--out", "here", "--json")
     assert (said.code, said.err) == (0, "")
@@ -97,6 +97,7 @@ def test_a_warning_is_a_note_in_one_line(command, monkeypatch):
     assert "note: no kernels here\n" in said.err
 
 
+@pytest.mark.essential
 def test_a_folder_that_holds_a_run_is_refused_and_left_alone(command):
     command("run", *TINY, "--out", "here")
     before = {path: path.read_bytes() for path in Path("here").rglob("*") if path.is_file()}
@@ -410,45 +411,30 @@ def test_version(command):
     assert command("--version").out == f"fedobp {fedobp.__version__}\n"
 
 
-def fedobp_process(*arguments, **more):
-    return subprocess.Popen(
-        [sys.executable, "-m", "fedobp", *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more,
-    )  # fmt: skip
+def test_python_dash_m_and_no_colour_or_bars_without_a_terminal(ran, tmp_path):
+    said = ran("-m", "fedobp", "run", *TINY, cwd=tmp_path, env={**os.environ, "FORCE_COLOR": ""})
+    assert (said.code, said.err) == (0, "")
+    assert "\x1b" not in said.out
 
 
-def test_python_dash_m_and_no_colour_or_bars_without_a_terminal(tmp_path):
-    process = fedobp_process("run", *TINY, cwd=tmp_path, env={**os.environ, "FORCE_COLOR": ""})
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0
-    assert err == ""
-    assert "\x1b" not in out
+def test_help_loads_nothing_large(ran):
+    said = ran("-X", "importtime", "-m", "fedobp", "--help")
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in said.err.splitlines()}
+    assert (said.code, loaded & {"fedobp", "typer"}) == (0, {"fedobp", "typer"})
+    assert not loaded & {"torch", "numpy", "scipy", "sklearn", "matplotlib", "PIL", "requests", "pooch", "safetensors"}
 
 
-def test_help_is_quick():
-    usage = "import resource, subprocess, sys; subprocess.run([sys.executable, '-m', 'fedobp', '--help'], check=True, stdout=subprocess.DEVNULL); r = resource.getrusage(resource.RUSAGE_CHILDREN); print(r.ru_utime + r.ru_stime)"  # noqa: E501
-    seconds = min(float(subprocess.check_output([sys.executable, "-c", usage])) for _ in range(3))
-    assert seconds < 0.5
+def test_an_ascii_terminal_gets_what_it_can_show(ran, tmp_path):
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    said = ran("-m", "fedobp", "partition", "--clients", 5, cwd=tmp_path, env=ascii_only)
+    assert (said.code, said.err) == (0, "")
+    assert "5 clients" in said.out
 
 
-def test_help_loads_neither_torch_nor_the_reports():
-    code = (
-        "import sys; from fedobp import cli; assert not {'torch', 'numpy', 'matplotlib', 'sklearn'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_an_ascii_terminal_gets_what_it_can_show(tmp_path):
-    process = fedobp_process("partition", "--clients", 5, cwd=tmp_path, env={**os.environ, "PYTHONIOENCODING": "ascii"})
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, "")
-    assert "5 clients" in out
-
-
-def test_a_ci_service_is_no_terminal(tmp_path):
-    process = fedobp_process("--help", env={**os.environ, "GITHUB_ACTIONS": "true", "FORCE_COLOR": "1"})
-    out, _ = process.communicate(timeout=120)
-    assert "\x1b" not in out
+def test_a_ci_service_is_no_terminal(ran):
+    said = ran("-m", "fedobp", "--help", env={**os.environ, "GITHUB_ACTIONS": "true", "FORCE_COLOR": "1"})
+    assert "Usage:" in said.out
+    assert "\x1b" not in said.out
 
 
 def test_a_picture_in_place_of_a_folder_is_refused(command):
@@ -458,18 +444,29 @@ def test_a_picture_in_place_of_a_folder_is_refused(command):
     assert "cannot write map.png" in said.err
 
 
-def test_interrupting_a_run_exits_130_without_a_traceback_and_keeps_the_metrics(tmp_path):
-    process = fedobp_process("run", "--rounds", 5000, "--out", "here", cwd=tmp_path)
+def test_interrupting_a_run_exits_130_without_a_traceback_and_keeps_the_metrics(start, tmp_path):
+    process = start("-m", "fedobp", "run", *TINY, "--rounds", 100_000, "--out", "here", cwd=tmp_path)
     metrics = tmp_path / "here" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n") > 2):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+
+    def rounds():
+        return metrics.read_text().splitlines() if metrics.exists() else []
+
+    while process.poll() is None and len(rounds()) < 3:
+        time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, "", "interrupted\n")
-    assert [json.loads(line)["round"] for line in metrics.read_text().splitlines()][:3] == [1, 2, 3]
+    enough = len(rounds()) + 100
+    while process.poll() is None and len(rounds()) < enough:
+        time.sleep(0.05)
+    assert process.poll() == 130, "it goes on, or has ended by itself"
+    assert process.communicate() == ("", "interrupted\n")
+    assert [json.loads(line)["round"] for line in rounds()][:3] == [1, 2, 3]
     assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_reader_that_goes_away_is_no_error(ran):
+    piped = f"{sys.executable} -m fedobp methods | head -n 1; exit ${{PIPESTATUS[0]}}"
+    said = ran("-c", piped, program="/bin/bash")
+    assert (said.code, said.err) == (0, "")
 
 
 # Each sends its own process a signal at a certain moment.
@@ -521,19 +518,16 @@ sys.argv = ["fedobp", "--version"]
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_signal_to_stop_leaves_a_word_and_its_exit_code(moment):
-    code = STOP + MOMENTS[moment] + "from fedobp.__main__ import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    said = (143, "terminated\n") if "SIGTERM" in moment else (130, "interrupted\n")
-    assert (done.returncode, done.stderr) == said
-    assert "too late" not in done.stdout
+def test_a_signal_to_stop_leaves_a_word_and_its_exit_code(moment, ran):
+    said = ran("-c", STOP + MOMENTS[moment] + "from fedobp.__main__ import main; main()")
+    assert (said.code, said.err) == ((143, "terminated\n") if "SIGTERM" in moment else (130, "interrupted\n"))
+    assert "too late" not in said.out
 
 
-def test_a_signal_that_the_caller_ignores_stays_ignored():
+def test_a_signal_that_the_caller_ignores_stays_ignored(ran):
     code = STOP + "signal.signal(signal.SIGINT, signal.SIG_IGN); import atexit; atexit.register(stop)\n"
     code += "sys.argv = ['fedobp', '--version']; from fedobp.__main__ import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"fedobp {fedobp.__version__}\n", "")
+    assert ran("-c", code) == (0, f"fedobp {fedobp.__version__}\n", "")
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("run", *TINY, "--out", "here"), ("methods", "--json")])
@@ -556,18 +550,15 @@ def test_standard_output_may_be_gone_closed_or_full(command, monkeypatch, argume
 
 @pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full", "<&- >&- 2>&-"])
 @pytest.mark.parametrize(("arguments", "code"), [("--version", 0), ("run --rounds x", 2)])
-def test_the_exit_code_does_not_depend_on_who_reads(closed, arguments, code):
-    line = f"{sys.executable} -m fedobp {arguments} {closed}"
-    done = subprocess.run(line, shell=True, executable="/bin/bash", capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (code, "")
+def test_the_exit_code_does_not_depend_on_who_reads(closed, arguments, code, ran):
+    said = ran("-c", f"{sys.executable} -m fedobp {arguments} {closed}", program="/bin/bash")
+    assert (said.code, said.err) == (code, "")
 
 
-def test_files_do_not_take_the_numbers_of_closed_streams(tmp_path):
+def test_files_do_not_take_the_numbers_of_closed_streams(tmp_path, ran):
     code = "import os, sys; from fedobp.cli.screen import Output; Output(); sys.exit(os.open('file', os.O_CREAT))"
-    done = subprocess.run(
-        f'{sys.executable} -c "{code}" <&- >&- 2>&-', shell=True, executable="/bin/bash", cwd=tmp_path
-    )
-    assert done.returncode > 2
+    said = ran("-c", f'{sys.executable} -c "{code}" <&- >&- 2>&-', program="/bin/bash", cwd=tmp_path)
+    assert said.code > 2
 
 
 WIDTHS = [20, 40, 60, 80, 200]

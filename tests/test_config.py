@@ -174,6 +174,7 @@ def test_cuda_without_a_card_is_refused(monkeypatch):
         Config(device="cuda")
 
 
+@pytest.mark.essential
 def test_toml_holds_everything_and_reads_back(tmp_path):
     config = Config(method="fedavg-ft", options={"finetune": 2}, lr=1e-5, data_dir='a "b" \\ ü', seed=3)
     path = tmp_path / "config.toml"

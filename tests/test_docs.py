@@ -32,6 +32,7 @@ def test_links_lead_to_files(page):
         assert (page.parent / target).exists(), target
 
 
+@pytest.mark.essential
 def test_every_flag_in_the_docs_exists(command):
     commands = [["run"], ["compare"], ["partition"], ["bench"], ["data", "import"], ["data", "fetch"]]
     texts = [command(*words, "--help").out for words in commands]

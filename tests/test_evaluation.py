@@ -26,6 +26,7 @@ PREDICTED = [labels(0, 0, 1, 1), labels(0), labels(), labels(2, 2, 1, 0, 1)]
 COUNTS = [labels(5, 5, 1, 0), labels(0, 1, 3, 0), labels(9, 0, 0, 0), labels(0, 4, 0, 4)]
 
 
+@pytest.mark.essential
 def test_accuracies_of_a_small_federation():
     found = accuracy(PREDICTED, TARGETS, COUNTS)
     assert found.pooled == pytest.approx(100 * 7 / 10)  # 3 of 4, 0 of 1, 4 of 5

@@ -79,6 +79,7 @@ def test_fedper_without_a_second_client_keeps_its_head(tiny):
     assert all(torch.equal(vector(result, c)[:-HEAD_SIZE], vector(result)[:-HEAD_SIZE]) for c in range(6))
 
 
+@pytest.mark.essential
 def test_fedobps_download_counts_values_and_positions(tiny):
     result = tiny.run("fedobp", q=0.9)
     full = 8 * MLP_SIZE * 3

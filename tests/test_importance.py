@@ -62,6 +62,7 @@ matrices = st.tuples(st.integers(1, 4), st.integers(1, 12)).flatmap(
 # Scores
 
 
+@pytest.mark.essential
 def test_squared_is_the_squared_difference():
     assert squared(vector(3, -1, 0.5, 2), vector(1, 1, 0.5, -1)).tolist() == [4, 4, 0, 9]
 

@@ -48,6 +48,7 @@ PINNED = {
 }
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(("parts", "value"), PINNED.items())
 def test_fold_never_changes(parts, value):
     assert int(fold(*parts)) == reference(*parts) == value

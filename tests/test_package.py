@@ -1,10 +1,7 @@
 """The package as a whole: what it needs to import, and the wheel in an empty environment."""
 
-import json
 import os
-import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import fedobp
@@ -12,7 +9,7 @@ import fedobp
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_core_imports_with_torch_and_numpy_alone():
+def test_the_core_imports_with_torch_and_numpy_alone(ran):
     code = """
 import sys
 ABSENT = "typer click rich sklearn scipy pooch requests matplotlib safetensors".split()
@@ -23,10 +20,10 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 import fedobp.importance, fedobp.models, fedobp.data, fedobp.engine, fedobp.algorithms, fedobp.wire, fedobp.federation
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert ran("-c", code) == (0, "", "")
 
 
-def test_the_callers_generators_are_left_alone_from_the_first_import_on():
+def test_the_callers_generators_are_left_alone_from_the_first_import_on(ran):
     code = """
 import random
 before = random.getstate()
@@ -37,7 +34,7 @@ fedobp.Federation(fedobp.Config(clients=5, rounds=1, epochs=1, model="mlp")).run
 assert random.getstate() == before
 assert (numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == seen
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert ran("-c", code) == (0, "", "")
 
 
 def test_nothing_is_pickled():
@@ -48,23 +45,22 @@ def test_nothing_is_pickled():
         assert "allow_pickle=True" not in text, path
 
 
-def test_the_wheel_works_in_an_empty_environment_outside_the_clone(tmp_path):
-    build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path / "dist"), str(ROOT)]
-    subprocess.run(build, check=True, capture_output=True)
-    (wheel,) = (tmp_path / "dist").glob("fedobp-*.whl")
-    venv.create(tmp_path / "empty", with_pip=True)
+def test_the_wheel_works_in_an_empty_environment_outside_the_clone(ran, tmp_path):
     bin_folder = tmp_path / "empty" / "bin"
-    pip = [bin_folder / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel]
-    subprocess.run(pip, check=True, capture_output=True)
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    inside = {"cwd": tmp_path, "env": environment, "check": True, "capture_output": True, "text": True}
-    shown = subprocess.run([bin_folder / "fedobp", "--help"], **inside)
-    assert "compare" in shown.stdout
-    version = subprocess.run([bin_folder / "fedobp", "--version"], **inside)
-    assert version.stdout.strip() == f"fedobp {fedobp.__version__}"
-    tiny = ["run", "--clients", "5", "--rounds", "1", "--epochs", "1", "--json"]
-    ran = json.loads(subprocess.run([bin_folder / "fedobp", *tiny], **inside).stdout)
-    assert (tmp_path / ran["out"] / "models" / "clients.safetensors").exists()
-    where = subprocess.run([bin_folder / "python", "-c", "import fedobp; print(fedobp.__file__)"], **inside)
-    assert where.stdout.startswith(str(tmp_path))
-    assert (Path(where.stdout.strip()).parent / "py.typed").exists()
+
+    def done(program, *arguments):
+        said = ran(*arguments, program=program, cwd=tmp_path, env=environment)
+        assert said.code == 0, said
+        return said
+
+    done(sys.executable, "-m", "venv", "--without-pip", "empty")
+    pip = "-m", "pip", "--python", bin_folder / "python", "--disable-pip-version-check"
+    done(sys.executable, *pip, "install", "--no-compile", ROOT)  # builds the wheel, and compiles only what is run
+    assert "compare" in done(bin_folder / "fedobp", "--help").out
+    assert done(bin_folder / "fedobp", "--version").out.strip() == f"fedobp {fedobp.__version__}"
+    run = done(bin_folder / "fedobp", "run", "--clients", 5, "--rounds", 1, "--epochs", 1, "--json").json
+    assert (tmp_path / run["out"] / "models" / "clients.safetensors").exists()
+    where = done(bin_folder / "python", "-c", "import fedobp; print(fedobp.__file__)").out
+    assert where.startswith(str(tmp_path))
+    assert (Path(where.strip()).parent / "py.typed").exists()

@@ -15,6 +15,7 @@ MLP_SIZE = 64 * 128 + 128 + 128 * 10 + 10
 SIDE_BY_SIDE = [{"method": "fedavg"}, {"method": "fedper", "rounds": 2}, {"method": "local", "seed": 7}]
 
 
+@pytest.mark.essential
 def test_a_sweep_returns_its_runs_in_order_and_says_which_one_it_is_at(tmp_path):
     configs = [Config(**{**TINY, **change}) for change in SIDE_BY_SIDE]
     seen = []

@@ -167,6 +167,7 @@ def test_fedavg_costs_four_bytes_an_entry_and_client():
     assert payload_bytes({"theta": Sparse(torch.zeros(3, 898), everything)}) == 3 * 4 * 898
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     ("record", "header", "payload"),
     [

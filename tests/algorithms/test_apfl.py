@@ -85,6 +85,7 @@ def test_two_rounds_are_those_of_a_plain_loop(options):
     assert (mixes != [method.mix] * 2) == (adaptive or published)
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     ("options", "moves"),
     [
@@ -123,6 +124,7 @@ def test_without_a_batch_nothing_moves():
         assert done.up["theta"].equal(THETA)
 
 
+@pytest.mark.essential
 def test_it_serves_the_mixture_with_the_current_global_model():
     method = APFL(mix=0.25)
     own = method.begin(MODEL, THETA, 0).own

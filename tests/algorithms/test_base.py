@@ -23,6 +23,7 @@ def now(*cohort: int) -> Moment:
 # The mean
 
 
+@pytest.mark.essential
 def test_average_weighs_by_samples_without_a_further_factor():
     uploads = torch.tensor([[1.0, 2.0, -4.0], [5.0, 6.0, 0.0]])
     assert average(uploads, torch.tensor([1, 3])).tolist() == [4, 5, -1]

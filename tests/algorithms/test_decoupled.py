@@ -169,6 +169,7 @@ def merged(method, total, n, theta, **own):
     return merge(TINY, client)
 
 
+@pytest.mark.essential
 def test_the_three_scores_that_need_samples():
     sums, theta = vector(30, 0, 0, 0, 0, 0, -40, 10), torch.full((8,), 50.0)
     fisher = merged(Decoupled(q=0.8, score="fisher"), sums, 10, theta)

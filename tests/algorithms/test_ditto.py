@@ -11,6 +11,7 @@ METHOD = METHODS["ditto"]()
 NOW = moment(0, 1)
 
 
+@pytest.mark.essential
 def test_two_rounds_by_hand():
     server, rows, own = METHOD.begin(None, vector(1, 2), 0)
     owns = [own, own]

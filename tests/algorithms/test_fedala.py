@@ -173,6 +173,7 @@ def turn(server, client, round, n, step):
     return after, done.theta, got, epochs
 
 
+@pytest.mark.essential
 def test_as_published_each_client_goes_on_from_the_one_before():
     assert (FedALA().together, PUBLISHED.together) == (True, False)
     server, _, own = PUBLISHED.begin(MODEL, THETA, 0)

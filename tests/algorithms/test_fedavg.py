@@ -23,6 +23,7 @@ def run(program, own: dict[str, Tensor], theta: Tensor, step: Tensor) -> Client:
     return state
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("name", ["fedavg", "fedavg-ft", "fedavg-last"])
 def test_a_round_by_hand(name):
     method = METHODS[name]()

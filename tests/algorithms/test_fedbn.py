@@ -24,6 +24,7 @@ def model():
     del NETS["tiny-fedbn"]
 
 
+@pytest.mark.essential
 def test_a_round_by_hand(model):
     server, rows, own = METHOD.begin(model, vector(1, 2, 3, 4, 5, 6), 0)
     assert own["private"].tolist() == [1, 2, 5, 6]

@@ -42,6 +42,7 @@ def merged(method, fisher, own, received, seen=True):
 OWN, RECEIVED = vector(1, 2, 3, 4), vector(10, 20, 30, 40)
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     ("options", "fisher", "expected"),
     [

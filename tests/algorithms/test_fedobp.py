@@ -339,6 +339,7 @@ class Rounds:
         return state
 
 
+@pytest.mark.essential
 def test_two_rounds_by_hand(model):
     rounds = Rounds(FedOBP(q=0.75), model, torch.zeros(5), n=(1, 3))
     rounds.train(vector(4, 0, 0, 0, 8), vector(0, 0, 4, 0, 0))

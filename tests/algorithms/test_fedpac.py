@@ -66,6 +66,7 @@ def test_equal_distributions_are_weighted_by_the_inverse_of_their_variance():
     torch.testing.assert_close(found, torch.tensor([[4, 2, 1]] * 3).double() / 7)
 
 
+@pytest.mark.essential
 def test_two_clients_by_hand():
     # For client 0: a0^2 v0 + a1^2 (v1 + d), so a1 / a0 = v0 / (v1 + d) with d = |h_0 - h_1|^2 = 4.
     found = combination(torch.tensor([[0.0, 1.0], [2.0, 1.0]]), torch.tensor([1.0, 2.0]), torch.tensor([9, 9]))

@@ -45,6 +45,7 @@ def run(model: Model, program, own: dict[str, Tensor], base: Tensor, step: Tenso
     return state
 
 
+@pytest.mark.essential
 def test_two_rounds_by_hand(model):
     server, row, own = METHOD.begin(model, vector(1, 2, 3, 4, 5), 0)
     assert row == {}

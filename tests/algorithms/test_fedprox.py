@@ -1,5 +1,6 @@
 """FedProx with two clients, worked out by hand: FedAvg, pulled to what was received."""
 
+import pytest
 import torch
 from walk import moment, row, vector, walk
 
@@ -9,6 +10,7 @@ METHOD = METHODS["fedprox"]()
 NOW = moment(0, 1)
 
 
+@pytest.mark.essential
 def test_a_round_by_hand():
     server, rows, own = METHOD.begin(None, vector(1, 2), 0)
     down, rows = METHOD.send(None, NOW, server, rows)

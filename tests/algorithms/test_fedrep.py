@@ -24,6 +24,7 @@ def model():
     del NETS["tiny-fedrep"]
 
 
+@pytest.mark.essential
 def test_a_round_by_hand(model):
     method = METHOD()
     server, rows, own = method.begin(model, vector(1, 2, 3, 4, 5), 0)

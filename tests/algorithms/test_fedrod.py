@@ -75,6 +75,7 @@ def test_a_client_of_one_class_teaches_only_its_own_head():
     assert by_head.ne(0).any()
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_two_clients_by_hand(dtype):
     theta = THETA.to(dtype)

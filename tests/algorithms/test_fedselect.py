@@ -94,6 +94,7 @@ def test_the_mean_is_over_those_who_sent_an_entry():
     assert rows["mine"].equal(~keep)
 
 
+@pytest.mark.essential
 def test_five_visits_by_hand():
     method, model, theta = METHOD(grow=0.25, every=3), tiny(), torch.zeros(6)
     server, rows, own = method.begin(model, theta, 0)

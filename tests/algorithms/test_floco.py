@@ -184,6 +184,7 @@ def visit(server, record, round, steps, everyone=False):
     return states, METHOD.receive(MODEL, now, server, record, up, torch.tensor([1, 3]))
 
 
+@pytest.mark.essential
 def test_two_rounds_with_the_projection_between_them_by_hand():
     start = METHOD.begin(MODEL, THETA, 0)
     record = {"centre": start.row["centre"].repeat(2, 1)}

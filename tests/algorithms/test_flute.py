@@ -129,6 +129,7 @@ def test_the_authors_last_round_is_everybodys_and_for_heads():
     assert rows["head"].equal(heads)  # no step of the server's
 
 
+@pytest.mark.essential
 def test_the_servers_step_leaves_biases_and_heads_without_labels():
     model, method = Model("mlp", (4,), 3), METHOD(server_lr=5.0)
     theta = model.initial(0).double()

@@ -30,6 +30,7 @@ def visit(model, method, own, down, step):
     return state
 
 
+@pytest.mark.essential
 def test_a_round_by_hand(model):
     method, shared, private = METHODS["lg-fedavg"](), [11, 12, 13], list(range(11))
     server, rows, own = method.begin(model, THETA, 0)

@@ -1,5 +1,6 @@
 """Local-Only with two clients, worked out by hand: nothing is sent, nobody meets."""
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ def run(program, own: dict[str, Tensor], step: Tensor) -> Client:
     return state
 
 
+@pytest.mark.essential
 def test_two_rounds_by_hand():
     server, row, own = METHOD.begin(MODEL, vector(1, 2), 0)
     assert row == {}

@@ -62,6 +62,7 @@ def test_the_discriminant_is_bayes_rule_for_gaussians():
     torch.testing.assert_close(found, density / density.sum(dim=1, keepdim=True))
 
 
+@pytest.mark.essential
 def test_estimates_by_hand():
     x = torch.tensor([[1.0, 0], [3, 0], [0, 5], [7, 7]])
     labels = torch.tensor([[1.0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 0]])  # the last is padding

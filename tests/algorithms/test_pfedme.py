@@ -66,6 +66,7 @@ def test_two_rounds_are_those_of_a_plain_loop(options):
     assert served.work["mine"].all()
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(("beta", "expected"), [(0, [1, 2]), (0.5, [2.5, 4]), (1, [4, 6]), (2, [7, 10])])
 def test_how_far_the_server_moves(beta, expected):
     uploads = torch.stack([vector(1, 9), vector(5, 5)])

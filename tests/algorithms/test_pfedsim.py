@@ -47,6 +47,7 @@ def round_of(model, now, server, owns, *steps):
     return server, down["theta"]
 
 
+@pytest.mark.essential
 def test_four_rounds_by_hand(model):
     theta = vector(1, 1, 1, 0, 1, 0, 7, 7)
     server, rows, own = METHOD.begin(model, theta, 0)

@@ -18,6 +18,7 @@ NOW = moment(0, 1)
 MODEL = SimpleNamespace(layout=Layout(("fc.weight",), ((4,),)))
 
 
+@pytest.mark.essential
 def test_two_visits_by_hand():
     server, rows, own = METHOD.begin(MODEL, vector(0, 0, 0, 0), 0)
     down, rows = METHOD.send(MODEL, NOW, server, rows)

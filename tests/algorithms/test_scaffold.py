@@ -28,6 +28,7 @@ def visit(own, down, step, steps, momentum=0.0):
     return client
 
 
+@pytest.mark.essential
 def test_two_rounds_by_hand():
     server, rows, own = METHOD.begin(None, vector(1, 2), 0)
     down, rows = METHOD.send(None, NOW, server, rows)

@@ -60,6 +60,7 @@ class Walk:
         return state.theta.tolist(), state.work["mine"].tolist()
 
 
+@pytest.mark.essential
 def test_the_model_passes_from_one_client_to_the_next(model):
     walk = Walk(SeqFedEDT(q=0.6), model, vector(1, 1, 1, 1))
     assert walk.visit(0, vector(2, 0, 0, 1)) == [1, 1, 1, 1]  # leaves 3 1 1 2

@@ -37,6 +37,7 @@ def changed_json(path, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
+@pytest.mark.essential
 def test_a_partition_comes_back_as_it_was(saved, shards):
     for found, shard in zip(load_partition(saved, dataset()), shards, strict=True):
         for part in ("train", "val", "test"):

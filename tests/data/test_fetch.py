@@ -5,6 +5,7 @@ import io
 import logging
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -89,7 +90,7 @@ def stall(count):
     def order(handler, server, content, start):
         cut(count)(handler, server, content, start)
         handler.wfile.flush()
-        server.over.wait(20)
+        server.over.wait()
 
     return order
 
@@ -136,7 +137,6 @@ def server(monkeypatch):
     """The server, with all named datasets on it in small, and no time to lose."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     module = sys.modules[fetch.__module__]
-    monkeypatch.setattr(module, "STALLED", 1.0)
     monkeypatch.setattr(module, "PAUSE", 0.0)
     monkeypatch.setattr(module, "CHUNK", 50)
     server = Server()
@@ -238,8 +238,21 @@ def test_a_file_that_ends_early_without_a_word_is_taken_up_again_where_its_size_
     assert organs(server, folder, short) == [None, "bytes=100-"]
 
 
-def test_a_stalled_connection_is_given_up_and_taken_up_again(server, folder):
-    assert organs(server, folder, stall(120)) == [None, "bytes=100-"]
+def test_a_stalled_connection_is_given_up_and_taken_up_again(server, folder, monkeypatch):
+    module = sys.modules[fetch.__module__]
+    patience = module.STALLED
+
+    def stalled(*given):
+        monkeypatch.setattr(module, "STALLED", patience)  # of the next try
+        stall(120)(*given)
+
+    for seconds in (0.2, 1.0, 5.0, 25.0):  # until the machine answers in less
+        monkeypatch.setattr(module, "STALLED", seconds)
+        server.asked.clear()
+        with suppress(FedobpError):
+            assert organs(server, folder, stalled) == [None, "bytes=100-"]
+            return
+    pytest.fail("nothing was taken up again")
 
 
 def test_a_broken_download_goes_on_at_the_next_call(server, folder):
@@ -289,11 +302,14 @@ def test_a_server_that_always_breaks_off_is_given_up(server, folder):
     assert len(server.asked) == 5
 
 
-def test_a_connection_on_which_nothing_ever_comes_is_given_up_at_once(server, folder):
+def test_a_connection_on_which_nothing_ever_comes_is_given_up_at_once(server, folder, monkeypatch):
+    monkeypatch.setattr(sys.modules[fetch.__module__], "STALLED", 0.2)
     server.orders = [stall(0)] * 99
-    with pytest.raises(FedobpError, match=r"\(nothing came for 1 s\): run `fedobp data fetch organamnist` again, or"):
+    with pytest.raises(
+        FedobpError, match=r"\(nothing came for 0\.2 s\): run `fedobp data fetch organamnist` again, or"
+    ):
         fetch(["organamnist"], folder)
-    assert len(server.asked) == 1
+    assert len(server.asked) < 2  # it may not even have been read
 
 
 # Other answers.

@@ -1,7 +1,6 @@
 """The published Dirichlet recipe against an independent implementation on NumPy's global generator, and its limits."""
 
 import os
-import time
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +78,7 @@ def test_digits_fall_as_published(digits, alpha, seed):
     assert_same(partition(digits, 10, alpha=alpha, seed=seed), published(digits, 10, alpha, seed)[0])
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("seed", [1, 7])
 @pytest.mark.parametrize("alpha", [0.1, 0.5])
 def test_uneven_labels_fall_as_published(alpha, seed):
@@ -218,13 +218,12 @@ def test_what_cannot_end_is_refused_after_ten_tries(digits, draws):
     assert len(draws) == 10 * 10
 
 
-def test_sixty_thousand_samples_on_a_thousand_clients_cannot_end_and_say_so_within_a_second():
-    begun = time.perf_counter()
+def test_sixty_thousand_samples_on_a_thousand_clients_are_refused_after_ten_tries(draws):
     with pytest.raises(
         FedobpError, match=r"would need about 10\^\d\d draws until each of 1000 clients has 10 of 60,000"
     ):
         partition(np.repeat(np.arange(10), 6000), 1000)
-    assert time.perf_counter() - begun < 1
+    assert len(draws) == 10 * 10
 
 
 def test_odds_beyond_all_numbers_are_said_in_words():

@@ -197,6 +197,7 @@ def test_an_engine_has_no_memory_of_earlier_tasks():
     agree(played(engine, model, MIXED), played(Lanes(model, BATCH), model, MIXED), atol=0)
 
 
+@pytest.mark.essential
 def test_cohorts_and_epochs_may_differ_from_round_to_round():
     model = made("mlp")
     for plan in (Plan("plain", FAST), Plan("everything", FAST)):

@@ -91,14 +91,14 @@ def test_every_method_equals_the_oracle(method, options, tmp_path):
 
 
 @pytest.mark.usefixtures("ragged")
-@pytest.mark.parametrize("form", ["cpu", "cuda"])
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_equals_the_oracle_with_a_cnn(method, form, monkeypatch):
-    if form == "cuda":
-        monkeypatch.setattr(Vectorised, "model_on", lambda self, device: patched(self._model))
+def test_every_method_equals_the_oracle_with_a_cnn(method, monkeypatch):
+    """In the CPU's form and in that of CUDA."""
     settings = {**RAGGED, "model": "cnn-small", "rounds": 3, "eval_every": 3}
-    lanes, serial = (Federation(Config(**settings, engine=engine)).run(method) for engine in ("lanes", "serial"))
-    same(lanes, serial)
+    oracle = Federation(Config(**settings, engine="serial")).run(method)
+    same(Federation(Config(**settings)).run(method), oracle)
+    monkeypatch.setattr(Vectorised, "model_on", lambda self, device: patched(self._model))
+    same(Federation(Config(**settings)).run(method), oracle)
 
 
 @pytest.mark.parametrize("q", [0.3, 0.5])

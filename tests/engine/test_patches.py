@@ -135,6 +135,7 @@ def penalised(model):
     return by_autograd, by_func
 
 
+@pytest.mark.essential
 def test_second_derivatives_are_right():
     model = Model("cnn-small", (1, 8, 8), 4)
     theta = torch.stack([model.initial(seed).double() for seed in range(LANES)])

@@ -41,6 +41,7 @@ from fedobp.keys import Purpose, fold
 RATES = {"plain": (0.1, 0.0, 0.0), "momentum": (0.1, 0.9, 0.0), "decay": (0.1, 0.0, 0.3), "both": (0.05, 0.7, 0.1)}
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("rates", RATES.values(), ids=RATES)
 def test_training_equals_a_plain_loop(rates):
     now = moment(3, 0, 1, round=2)

@@ -38,6 +38,7 @@ def test_gather_of_records_without_entries_is_empty():
     assert Store({}, 2, Budget()).gather([0, 1]) == {}
 
 
+@pytest.mark.essential
 def test_scatter_changes_only_the_clients_named():
     store = Store(START, CLIENTS, Budget())
     store.scatter([4, 2], written())

@@ -8,6 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA card that torch can use", allow_module_level=True)
+
 from lanes_cases import (
     BATCH,
     CHANGES,
@@ -31,7 +35,6 @@ from fedobp.importance import above
 
 pytestmark = [
     pytest.mark.usefixtures("networks"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card that torch can use"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
 

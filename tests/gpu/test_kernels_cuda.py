@@ -50,7 +50,7 @@ def check(problem, theta, right, precision):
 
 
 # The other precisions are other arithmetic in the same kernels.
-ENOUGH = ("plain, three lanes", "base", "everything, 32x32")
+ENOUGH = ("plain", "base", "everything, 32x32")
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ def test_is_head_by_hand():
     assert ONLY.is_head().all()
 
 
+@pytest.mark.essential
 def test_split_and_join_by_hand_with_a_classifier_in_the_middle():
     base, head = MIDDLE.split(torch.arange(9.0))
     assert base.tolist() == [0, 1, 4, 5, 6, 8]

@@ -76,6 +76,7 @@ def perceptron(z: Tensor, tensors: dict[str, Tensor]) -> Tensor:
     return z @ tensors["classifier.weight"].T + tensors["classifier.bias"]
 
 
+@pytest.mark.essential
 def test_the_papers_cnn_computes_what_the_paper_says():
     model = Model("cnn", (3, 32, 32), 10)
     theta = model.initial(3)

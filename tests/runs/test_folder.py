@@ -72,6 +72,7 @@ def test_the_result_is_what_the_caller_got(run):
     assert json.loads((folder / "result.json").read_text()) == json.loads(json.dumps(result.to_json()))
 
 
+@pytest.mark.essential
 def test_two_runs_of_one_configuration_are_equal_byte_for_byte(tmp_path):
     config = Config(**TINY, participation=0.6, finetune_epochs=1)
     for seed, name in enumerate(("first", "second")):

@@ -66,6 +66,7 @@ def test_the_global_file_is_an_ordinary_state_dict_with_a_description(tmp_path):
     assert about["clients"] == [0]
 
 
+@pytest.mark.essential
 def test_every_model_comes_back_in_the_layouts_order(tmp_path):
     made = saved(tmp_path, none=(), two=(1, 7), eight=range(8))
     expected = {
