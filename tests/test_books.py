@@ -72,7 +72,7 @@ def test_batch_norm_costs_fedbn_nothing(monkeypatch):
      ("fedpac", {}, 5, 0), ("fedselect", {}, 6, 0), ("decoupled", {"score": "fisher", "q": 0.9}, 4, 1)],
 )  # fmt: skip
 def test_passes_over_the_data_are_counted(method, options, visit, use, engine):
-    config = Config(clients=5, participation=0.6, rounds=2, epochs=3, model="mlp", partition="iid", batch_size=5,
+    config = Config(clients=5, participation=0.6, rounds=2, epochs=3, model="mlp", partition="iid", batch_size=32,
                     engine=engine)  # fmt: skip
     result = Federation(config).run(method, **options)
     assert result.compute.visit == pytest.approx(visit, rel=0.01)  # a last batch of one sample is left out

@@ -90,7 +90,7 @@ def stall(count):
     def order(handler, server, content, start):
         cut(count)(handler, server, content, start)
         handler.wfile.flush()
-        server.over.wait()
+        server.over.wait(600)
 
     return order
 

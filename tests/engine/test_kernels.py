@@ -185,9 +185,9 @@ def test_lanes_that_are_asleep_stay_as_they_are(padded):
 
 
 def test_rows_of_single_pixels_and_a_graph_of_several_steps(monkeypatch):
-    """The other way to get conv2's input gradient; three steps as one of two and one of one."""
+    """The other way to get conv2's input gradient; three steps, each with the velocity of all before it."""
     monkeypatch.setattr("fedobp.engine.kernels.fused._REPEAT", 2)
-    problem = Problem(Case(steps=(3,), counts=((16, 9, 4),)))
+    problem = Problem(Case(steps=(3,), counts=((16, 9, 4),), terms=("momentum",)))
     theta, _ = problem.train(interpreted(problem, replace(LARGE, conv2_inputs=Tile(256, 1, 4, 1))))
     assert problem.errors(theta, problem.expected()[0]).max() < 5e-5
 
