@@ -42,4 +42,7 @@ def children():
 def _end(process):
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    for stream in (process.stdout, process.stderr):
+        if stream:
+            stream.close()
+    process.wait()

@@ -210,7 +210,7 @@ def test_configure_sets_what_is_given_and_leaves_the_rest():
         ("fedavg-ft", "finetune", 3.0, 3),
         ("fedavg-ft", "finetune", "7", 7),
         ("fedavg-ft", "finetune", 0, 0),
-        ("fedavg-ft", "finetune", 10**6, 10**6),
+        ("fedavg-ft", "finetune", 1000, 1000),
     ],
 )
 def test_numbers_arrive_in_their_options_type(method, name, given, value):
@@ -237,7 +237,7 @@ def test_what_is_not_a_number_is_refused(value):
         configure("fedobp", q=value)
 
 
-@pytest.mark.parametrize("value", [[0.5], None, {"a": 1}])
+@pytest.mark.parametrize("value", [[0.5], None, {"a": 1}, math.inf])
 def test_what_no_option_can_be_is_refused(value):
     with pytest.raises(FedobpError, match="option 'q' of fedobp must be a number"):
         configure("fedobp", q=value)
@@ -250,7 +250,7 @@ def test_what_is_not_a_whole_number_is_refused(value):
 
 
 @pytest.mark.parametrize("name", ["q", "ema"])
-@pytest.mark.parametrize("value", [-0.001, 1.001, math.inf, -1, 2])
+@pytest.mark.parametrize("value", [-0.001, 1.001, -1, 2])
 def test_a_number_out_of_range_is_refused(name, value):
     with pytest.raises(FedobpError, match=f"option '{name}' of fedobp must be between 0.0 and 1.0, not {value}"):
         configure("fedobp", **{name: value})

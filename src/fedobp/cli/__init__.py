@@ -16,7 +16,7 @@ import typer
 
 from fedobp._version import __version__
 from fedobp.cli.data import Json, data
-from fedobp.cli.screen import Output, Unwritten, console, next_run, path_for, progress, show, stopwatch, tell
+from fedobp.cli.screen import Output, Unwritten, console, next_run, progress, show, stopwatch, tell
 from fedobp.config import Config, flag, read_config, run_name, settings
 from fedobp.errors import FedobpError, Stopped, short, unknown
 
@@ -387,16 +387,9 @@ def partition(
     *,
     given: Mapping[str, Any],
     partition_set: PartitionSet = None,
-    plot: Annotated[
-        Path | None, typer.Option(parser=path_for("--plot"), metavar="FILE.png", help="Also draw it into a file.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also draw it into a file.")] = None,
     save: Annotated[
-        Path | None,
-        typer.Option(
-            parser=path_for("--save"),
-            metavar="NAME",
-            help="Also write NAME.npz and NAME.json, for --partition-file.",
-        ),
+        Path | None, typer.Option(metavar="NAME", help="Also write NAME.npz and NAME.json, for --partition-file.")
     ] = None,
     as_json: Json = False,
 ) -> None:

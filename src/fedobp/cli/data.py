@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fedobp.cli.screen import next_run, path_for, show, stopwatch
+from fedobp.cli.screen import next_run, show, stopwatch
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 DataDir = Annotated[str | None, typer.Option(help="Folder that holds datasets.")]
@@ -60,7 +60,7 @@ def data_fetch(
 @data.command("import")
 def data_import(
     name: str,
-    source: Annotated[Path, typer.Argument(parser=path_for("SOURCE"))],
+    source: Path,
     *,
     label: Annotated[
         str | None, typer.Option(metavar="COLUMN", help="Column with the labels (default: label; in an npz: y).")

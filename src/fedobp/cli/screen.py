@@ -10,8 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from fedobp.errors import FedobpError
-
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -106,17 +104,6 @@ def show(content: "Mapping[str, Any] | RenderableType", footer: str = "") -> Non
     screen.print(content, soft_wrap=False)
     if footer:
         screen.print(footer, soft_wrap=True, highlight=False, markup=False)
-
-
-def path_for(name: str) -> Callable[[str], Path]:
-    """Return what turns an argument into a path; an empty one would be the folder that one is in."""
-
-    def parse(text: str) -> Path:
-        if not text:
-            raise FedobpError(f"{name} is empty: give a path")
-        return Path(text)
-
-    return parse
 
 
 def next_run(dataset: str, data_dir: str | None, *flags: object) -> str:
