@@ -32,17 +32,14 @@ def children():
             [sys.executable, "-ISc", _FRESH, program, *map(str, arguments)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True, **more,
         )  # fmt: skip
-        ends.callback(_end, process)
+        ends.enter_context(process)  # which waits for it
+        ends.callback(_kill, process.pid)
         return process
 
     with ExitStack() as ends:
         yield start
 
 
-def _end(process):
+def _kill(group):
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for stream in (process.stdout, process.stderr):
-        if stream:
-            stream.close()
-    process.wait()
+        os.killpg(group, signal.SIGKILL)
