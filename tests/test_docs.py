@@ -47,7 +47,8 @@ def test_every_method_has_a_page_that_names_its_options():
     for name, method in METHODS.items():
         page = ROOT / ("docs/fedobp.md" if name == "fedobp" else f"docs/methods/{name}.md")
         assert f"[{name}](" in index
-        assert method.summary in index
+        modes = "both" if "mode" in [option.name for option in method.options()] else ""
+        assert f"{method.summary} | {modes} |" in index
         assert name == "fedobp" or f"fedobp run --method {name}" in page.read_text()
         for option in method.options():
             assert re.search(rf"[`.0-9 ]{option.name}\b", page.read_text()), (name, option.name)
