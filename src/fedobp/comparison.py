@@ -11,9 +11,10 @@ from typing import Any
 from fedobp._version import __version__
 from fedobp.algorithms import names
 from fedobp.config import Config, check_settings, read_toml, run_name, settings, toml_key, toml_lines, toml_value
-from fedobp.errors import FedobpError, unknown
+from fedobp.errors import FedobpError, short, unknown
 
 _VERSION = 1
+_DIGITS = 10  # of a seed
 _OWN = ("method", "seed")  # what tells runs of a comparison apart, beside the method's options
 
 
@@ -72,9 +73,9 @@ def _launches(given: object, methods: Mapping[str, Any], path: Path) -> list[lis
     seen: set[object] = set()
     for run in (run for launch in given for run in launch):
         method, _, seed = run.rpartition("-seed") if isinstance(run, str) else ("", "", "")
-        if method not in methods or not seed.isdecimal() or str(int(seed)) != seed:
+        if method not in methods or not seed.isdecimal() or len(seed) > _DIGITS or str(int(seed)) != seed:
             raise FedobpError(
-                f"`launches` in {path} names {run!r}, which is no run of its methods: write NAME-seedSEED"
+                f"`launches` in {path} names '{short(run)}', which is no run of its methods: write NAME-seedSEED"
             )
         if run in seen:
             raise FedobpError(f"`launches` in {path} names {run} twice: a run belongs to one launch")
