@@ -4,6 +4,7 @@ import gzip
 import io
 import tarfile
 import zipfile
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -114,8 +115,9 @@ def _medmnist(name):
     return Official({f"{name}.npz": buffer.getvalue()}, x, y, TRAIN)
 
 
+@cache
 def official(name):
-    """Return a named dataset's files and what they hold."""
+    """Return a named dataset's files and what they hold. They are made once: packed files hold the time of packing."""
     kinds = {
         "mnist": _mnist, "fmnist": _mnist, "emnist": _emnist, "cifar10": _cifar10, "cifar100": _cifar100, "svhn": _svhn,
     }  # fmt: skip
