@@ -23,7 +23,7 @@ help:  ## list the targets
 setup: .venv/.dev  ## make .venv with everything for development
 	@echo "Ready. Run: . .venv/bin/activate"
 
-demo: .venv/.base  ## compare FedOBP with its rivals on real handwritten digits
+demo: .venv/.base  ## compare FedOBP with its baselines on real handwritten digits
 	$(BIN)/fedobp compare
 
 check: lint  ## linters, types, layers and the essential tests: before every commit
@@ -45,7 +45,7 @@ format: .venv/.dev  ## put the code in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/.dev  ## measure, as ratios to a rival in the same run
+bench: .venv/.dev  ## measure, as ratios to a baseline in the same run
 	$(BIN)/python benchmarks/serial.py
 	$(BIN)/python benchmarks/lanes.py
 	$(BIN)/python benchmarks/data.py

@@ -2,7 +2,7 @@
 
     python benchmarks/kernels.py run --runs 1,16                 # the paper's federation, FedOBP, 400 rounds
     python benchmarks/kernels.py run --runs 1 --dataset fmnist --precision tf32
-    python benchmarks/kernels.py rivals                          # beside the general path and the serial engine
+    python benchmarks/kernels.py baselines                          # beside the general path and the serial engine
     python benchmarks/kernels.py profile                         # a round, kernel by kernel
     python benchmarks/kernels.py start                           # from the first CUDA call to the first step
 
@@ -107,7 +107,7 @@ def profile(config: Config, runs: int) -> None:
     print(f"  an evaluation of all clients as served: {(clock(DEVICE) - begun) / 3 * 1e3:.1f} ms", flush=True)
 
 
-def rivals(config: Config) -> None:
+def baselines(config: Config) -> None:
     """Time rounds that stand for all of them, with the kernels, without them, and one client after the other.
 
     From what a client-step takes there and from an evaluation of all clients, a whole run is reckoned.
@@ -165,7 +165,7 @@ def step(precision: Precision) -> None:
 def main() -> None:
     """Run a section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("section", choices=["run", "rivals", "profile", "start", "step"])
+    parser.add_argument("section", choices=["run", "baselines", "profile", "start", "step"])
     parser.add_argument("--runs", default="1", help="how many runs side by side; several numbers: 1,16")
     parser.add_argument("--rounds", type=int, default=400)
     parser.add_argument("--dataset", default="cifar10")
@@ -182,8 +182,8 @@ def main() -> None:
         for runs in map(int, given.runs.split(",")):
             config = paper(given.dataset, given.precision, given.rounds, folder, method=given.method,
                            options=json.loads(given.options), finetune_epochs=given.finetune_epochs)  # fmt: skip
-            if given.section == "rivals":
-                rivals(config)
+            if given.section == "baselines":
+                baselines(config)
             else:
                 (whole if given.section == "run" else profile)(config, runs)
 

@@ -1,11 +1,11 @@
-"""What the lanes engine gains, each as a ratio to a rival in the same run: `make bench`.
+"""What the lanes engine gains, each as a ratio to a baseline in the same run: `make bench`.
 
     python benchmarks/lanes.py              # all of it
     python benchmarks/lanes.py cpu score    # some of it
 
 All of this is a CPU's; `kernels.py` measures CUDA.
 
-Medians over rounds; the rivals take turns, so that a busy machine hurts both. With $FEDOBP_DATA the images are real.
+Medians over rounds; the baselines take turns, so that a busy machine hurts both. With $FEDOBP_DATA the images are real.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What the serial engine and the scoring cost, each as a ratio to a rival in the same run: `make bench`.
+"""What the serial engine and the scoring cost, each as a ratio to a baseline in the same run: `make bench`.
 
 Medians over repeats; times on a shared machine are noisy, ratios in one run less so.
 """

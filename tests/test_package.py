@@ -1,6 +1,7 @@
 """The package as a whole: what it needs to import, and the wheel in an empty environment."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -54,9 +55,13 @@ def test_the_wheel_works_in_an_empty_environment_outside_the_clone(ran, tmp_path
         assert said.code == 0, said
         return said
 
+    source = tmp_path / "source"  # setuptools leaves a folder `build` behind, and takes what is in one
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
     done(sys.executable, "-m", "venv", "--without-pip", "empty")
     pip = "-m", "pip", "--python", bin_folder / "python", "--disable-pip-version-check"
-    done(sys.executable, *pip, "install", "--no-compile", ROOT)  # builds the wheel, and compiles only what is run
+    done(sys.executable, *pip, "install", "--no-compile", source)  # builds the wheel, and compiles only what is run
     assert "compare" in done(bin_folder / "fedobp", "--help").out
     assert done(bin_folder / "fedobp", "--version").out.strip() == f"fedobp {fedobp.__version__}"
     run = done(bin_folder / "fedobp", "run", "--clients", 5, "--rounds", 1, "--epochs", 1, "--json").json

@@ -219,7 +219,7 @@ def test_runs_are_those_of_the_serial_engine(precision, folder):
 
 
 def test_methods_that_do_the_same_give_the_same_bits(folder):
-    """In one launch: FedAvg and its rivals train alike, FedOBP is a case of `decoupled`; others are at work beside."""
+    """In one launch: FedAvg and its baselines train alike, FedOBP is a case of `decoupled`; others run beside."""
     given = {"dataset": "fmnist", "data_dir": folder, "clients": 20, "participation": 0.5, "rounds": 20, "epochs": 2,
              "lr": 0.02, "model": "cnn", "alpha": 0.3, "device": "cuda"}  # fmt: skip
     methods = ["fedavg", "fedavg-last", "fedavg-ft", "fedobp", "decoupled", "fedprox", "scaffold", "ditto"]

@@ -1,4 +1,4 @@
-"""FedAvg (McMahan et al., AISTATS 2017), and the two rivals that it hides.
+"""FedAvg (McMahan et al., AISTATS 2017), and the two simple personal baselines that follow from it.
 
 FedAvg: every client trains the global model, the server takes the sample-weighted mean, and everyone is served that
 mean. FedAvg-FT fine-tunes it on the client's own data before use (Yu et al., 2020; Cheng et al., 2021); nothing is
@@ -107,7 +107,7 @@ class FedAvgLast(FedAvg):
 
     name: ClassVar[str] = "fedavg-last"
     summary: ClassVar[str] = "FedAvg in which each client uses the model that it last trained itself"
-    paper: ClassVar[str] = "no paper: the rival that costs nothing, and that comparisons leave out"
+    paper: ClassVar[str] = "no paper: the baseline that costs nothing, and that comparisons leave out"
 
     def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
         """Each client holds its last model, once it has one."""

@@ -171,7 +171,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback(
     invoke_without_command=True,
-    epilog="Exit codes: 0 worked, 2 something to put right, 130 interrupted, 143 terminated.",
+    epilog="Exit codes: 0 worked, 2 a user error, 130 interrupted, 143 terminated.",
 )
 def _root(
     context: typer.Context,
@@ -181,7 +181,7 @@ def _root(
 ) -> None:
     """Personalised federated learning: many clients share one model, each keeps a few parameters of its own.
 
-    Start with [bold]fedobp compare[/bold]: FedOBP beside its rivals on real handwritten digits, in under a minute.
+    Start with [bold]fedobp compare[/bold]: FedOBP beside its baselines on real handwritten digits, in under a minute.
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
