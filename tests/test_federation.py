@@ -373,6 +373,7 @@ def test_clients_may_take_turns(engine, tmp_path):
     size = 8 * len(found)
     assert [line["bytes_up"] for line in lines] == [3 * size, 8 * size, 3 * size]
     assert all(line["loss"] > 0 for line in lines)
+    assert result.compute.visit == pytest.approx(1, abs=0.01)  # one epoch in each of the 14 visits
 
 
 @pytest.mark.usefixtures("relay")

@@ -36,6 +36,12 @@ def test_equal_models_average_to_that_model_bit_for_bit(n, seed):
     assert average(model.repeat(len(n), 1), torch.tensor(n)).equal(model)
 
 
+@pytest.mark.parametrize("n", [[7, 0, 0], [0, 7, 0], [0, 0, 7]])
+def test_the_only_client_with_samples_is_the_mean_bit_for_bit(n):
+    uploads = torch.randn(3, 300, generator=torch.Generator().manual_seed(1))
+    assert average(uploads, torch.tensor(n)).equal(uploads[n.index(7)])
+
+
 def test_an_entry_that_nobody_changed_keeps_its_bits_while_others_move():
     before = torch.randn(100, generator=torch.Generator().manual_seed(1))
     uploads = before.repeat(10, 1)

@@ -1,4 +1,4 @@
-"""FedPer, FedRep and LG-FedAvg in both modes against a plain loop."""
+"""FedPer, FedRep (with its last turn, of all clients' heads) and LG-FedAvg in both modes against a plain loop."""
 
 import pytest
 from plain import RATES, SIZES, batches, both_engines, each_round, fit, mean, sgd, small, theta_0
@@ -14,7 +14,8 @@ METHODS = {  # which of the network's four tensors are shared, faithfully and as
 @pytest.mark.parametrize("mode", ["faithful", "as-published"])
 @pytest.mark.parametrize("method", METHODS)
 def test_runs_are_those_of_a_plain_loop(method, mode, rates):
-    federation = small(method, rates, {"mode": mode})
+    final = 1 if method == "fedrep" else 0
+    federation = small(method, rates, {"mode": mode, **({"final_epochs": final} if final else {})})
     faithful, published, phases = METHODS[method]
     shared = faithful if mode == "faithful" else published
     first, own = theta_0(federation), {}
@@ -36,6 +37,10 @@ def test_runs_are_those_of_a_plain_loop(method, mode, rates):
         theta = mean(federation, cohort, models)
         if mode == "faithful":
             theta = [(theta if at in shared else first)[at] for at in range(4)]
-    results = both_engines(federation, theta, {client: taken(client) for client in range(4)})
+    for client in range(4) if final else ():  # the round has taken place: this turn is an extra one
+        data = batches(federation, client, round, phase=1, epochs=final)
+        own[client] = sgd(federation, taken(client), fit, data, moving=[False, False, True, True])
     size = sum(SIZES if mode == "as-published" else (SIZES[at] for at in shared))
-    assert [(one.bytes.down_per_round, one.bytes.up_per_round) for one in results] == [(2 * 8 * size,) * 2] * 2
+    for result in both_engines(federation, theta, {client: taken(client) for client in range(4)}):
+        assert result.bytes.up_total == 6 * 8 * size
+        assert result.bytes.down_total == (6 + 4 * final) * 8 * size

@@ -240,7 +240,9 @@ def average(uploads: Tensor, n: Tensor) -> Tensor:
     """Eq. 2 and 11: the mean of [clients, N] weighted by samples, without eq. 11's extra 1/|C| (a misprint).
 
     Taken as one upload plus the mean difference from it: in floating point the plain mean of equal values is not that
-    value, and the scores of entries that nobody changed would become rounding noise instead of 0.
+    value, and the scores of entries that nobody changed would become rounding noise instead of 0. That upload is the
+    first of a client with samples: where no other has any, the mean is that client's upload exactly.
     """
     weights = n.to(uploads.dtype) / n.sum()
-    return uploads[0] + weights @ (uploads - uploads[0])
+    one = uploads.index_select(0, (n > 0).int().argmax(dim=0, keepdim=True))
+    return one[0] + weights @ (uploads - one)

@@ -10,7 +10,8 @@ head epochs and 1 of all). Their last round, in which everybody trains a head, i
 last round instead of following it; their server's step is behind a flag, which their instructions set.
 
 `as-published` is what ran behind the FedOBP paper's table: there the features were cut off from their gradient, so the
-base never moved, and all epochs train a linear head on the features of theta^0.
+base never moved, and all epochs train a linear head on the features of theta^0. That a client which has not trained yet
+uses the average of all heads there is not reproduced.
 """
 
 import math
