@@ -480,6 +480,11 @@ fedobp.cli.app = lambda **_: stop()
 import fedobp.cli
 fedobp.cli.app = lambda **_: stop(signal.SIGTERM)
 """,
+    "within typer, by SIGTERM": """
+import fedobp.cli
+fedobp.cli._refuse_flags = lambda *_: stop(signal.SIGTERM)
+sys.argv = ["fedobp", "compare", "--config", "none.toml"]
+""",
     "in an import": """
 class Finder:
     def find_spec(self, name, path=None, target=None):
