@@ -560,6 +560,13 @@ def test_the_exit_code_does_not_depend_on_who_reads(closed, arguments, code, ran
     assert (said.code, said.err) == (code, "")
 
 
+def test_a_failure_of_standard_output_that_a_library_ignored_is_still_said(ran):
+    """Unbuffered, already the empty text fails with which click finds out what a stream takes."""
+    said = ran("-c", f"{sys.executable} -u -m fedobp --version >/dev/full", program="/bin/bash")
+    assert said.code == 2
+    assert said.err.startswith("error: cannot write the output")
+
+
 def test_files_do_not_take_the_numbers_of_closed_streams(tmp_path, ran):
     code = "import os, sys; from fedobp.cli.screen import Output; Output(); sys.exit(os.open('file', os.O_CREAT))"
     said = ran("-c", f'{sys.executable} -c "{code}" <&- >&- 2>&-', program="/bin/bash", cwd=tmp_path)
