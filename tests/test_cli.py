@@ -377,8 +377,11 @@ def test_a_batch_larger_than_all_data_is_all_data(command):
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("can't start new thread"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
     ],
-    ids=["python", "cuda", "cpu"],
+    ids=["python", "cuda", "cpu", "c++", "thread", "library"],
 )
 def test_too_little_memory_is_one_sentence(command, monkeypatch, error):
     monkeypatch.setattr("fedobp.federation.Federation.run", Mock(side_effect=error))

@@ -59,7 +59,8 @@ _BENCH_SETTINGS = (
 
 
 _STOPPED = {130: "interrupted", 143: "terminated"}
-_NO_MEMORY = re.compile("OutOfMemoryError|can't allocate memory")  # torch's, of CUDA and of the CPU
+# torch's, of CUDA and of the CPU; what the system says where not even a library finds room.
+_NO_MEMORY = re.compile("OutOfMemoryError|can't allocate memory|bad_alloc|can't start new thread|failed to map segment")
 _MOST_RUNS = 1_000  # of a comparison
 
 
@@ -82,7 +83,7 @@ def main() -> NoReturn:
     except _UsageError as error:
         # typer and click each suggest the nearest command: once is enough.
         code = _complain(re.sub(r"( Did you mean [^?]*\?)\1", r"\1", error.format_message()), 300)
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, ImportError) as error:
         if not isinstance(error, MemoryError) and not _NO_MEMORY.search(f"{type(error).__name__}: {error}"):
             raise
         code = _complain("there is not enough memory: use a smaller --participation, --batch-size or --model", 300)
