@@ -377,8 +377,11 @@ def test_a_batch_larger_than_all_data_is_all_data(command):
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("can't start new thread"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
     ],
-    ids=["python", "cuda", "cpu"],
+    ids=["python", "cuda", "cpu", "c++", "thread", "library"],
 )
 def test_too_little_memory_is_one_sentence(command, monkeypatch, error):
     monkeypatch.setattr("fedobp.federation.Federation.run", Mock(side_effect=error))
@@ -480,6 +483,11 @@ fedobp.cli.app = lambda **_: stop()
 import fedobp.cli
 fedobp.cli.app = lambda **_: stop(signal.SIGTERM)
 """,
+    "within typer, by SIGTERM": """
+import fedobp.cli
+fedobp.cli._refuse_flags = lambda *_: stop(signal.SIGTERM)
+sys.argv = ["fedobp", "compare", "--config", "none.toml"]
+""",
     "in an import": """
 class Finder:
     def find_spec(self, name, path=None, target=None):
@@ -553,6 +561,13 @@ def test_standard_output_may_be_gone_closed_or_full(command, monkeypatch, argume
 def test_the_exit_code_does_not_depend_on_who_reads(closed, arguments, code, ran):
     said = ran("-c", f"{sys.executable} -m fedobp {arguments} {closed}", program="/bin/bash")
     assert (said.code, said.err) == (code, "")
+
+
+def test_a_failure_of_standard_output_that_a_library_ignored_is_still_said(ran):
+    """Unbuffered, already the empty text fails with which click finds out what a stream takes."""
+    said = ran("-c", f"{sys.executable} -u -m fedobp --version >/dev/full", program="/bin/bash")
+    assert said.code == 2
+    assert said.err.startswith("error: cannot write the output")
 
 
 def test_files_do_not_take_the_numbers_of_closed_streams(tmp_path, ran):

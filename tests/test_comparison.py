@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -56,10 +57,11 @@ model = "mlp"
 @pytest.mark.filterwarnings("default")
 def test_one_of_its_runs_runs_alone_and_says_how_to_repeat_it(command):
     Path("compare.toml").write_text(GIVEN)
-    command("compare", "--config", "compare.toml", "--out", "here")
-    said = command("run", "--config", "here/fedavg-seed1/config.toml", "--out", "alone")
+    command("compare", "--config", "compare.toml", "--out", "it's here")
+    said = command("run", "--config", "it's here/fedavg-seed1/config.toml", "--out", "alone")
     assert said.code == 0
-    assert f"fedobp compare --config {Path('here/compare.toml').absolute()} repeats it\n" in said.err
+    repeat = shlex.join(["fedobp", "compare", "--config", str(Path("it's here/compare.toml").absolute())])
+    assert f"{repeat} repeats it\n" in said.err
     assert len(said.err.splitlines()) == 1
     assert "side by side" not in Path("alone/config.toml").read_text()
 
@@ -130,6 +132,15 @@ def test_runs_that_cannot_share_a_launch_are_refused(command):
     said = command("compare", "--config", "compare.toml", "--out", "here")
     assert said.code == 2
     assert "fedavg, seed 1, and local, seed 2, cannot share a launch" in said.err
+    assert not Path("here").exists()
+
+
+@pytest.mark.parametrize("flags", [("--clients", 1000), ("--model", "cnn"), ("--partition", "natural")])
+def test_a_comparison_in_which_no_run_starts_leaves_its_folder_free(command, flags):
+    assert command("compare", *flags, "--rounds", 1, "--out", "here").code == 2
+    assert command("compare", *flags, "--rounds", 1).code == 2
+    assert not Path("here").exists()
+    assert not list(Path("runs").iterdir())
 
 
 @pytest.mark.parametrize(

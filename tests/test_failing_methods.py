@@ -12,6 +12,7 @@ from fedobp import Config, Federation, FedobpError, SweepError, sweep
 from fedobp.algorithms import METHODS, Train
 from fedobp.algorithms.base import Sparse, Sweep, option
 from fedobp.algorithms.fedavg import FedAvg, take_global, upload_model
+from fedobp.errors import Stopped
 
 TINY = {"clients": 6, "rounds": 2, "participation": 0.5, "epochs": 1, "model": "mlp", "save_models": "none"}
 
@@ -202,12 +203,13 @@ def test_a_single_run_says_the_same_in_one_sentence(options, sentence):
 
 
 @pytest.mark.usefixtures("boom")
-def test_an_interrupt_is_no_failure(monkeypatch):
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), Stopped(15)])
+def test_an_interrupt_is_no_failure(monkeypatch, stop):
     def interrupt(*_):
-        raise KeyboardInterrupt
+        raise stop
 
     monkeypatch.setattr(Boom, "receive", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(type(stop)):
         sweep([Config(**TINY, method="fedavg"), Config(**TINY, method="boom")])
 
 

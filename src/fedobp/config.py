@@ -6,6 +6,7 @@ is loaded when a `Config` is made.
 
 import math
 import re
+import shlex
 import sys
 import tomllib
 import warnings
@@ -261,9 +262,11 @@ def read_config(path: Path) -> dict[str, Any]:
     check_settings(given, path, [spec.name for spec in fields(Config)])
     if any(line.startswith(_SIDE_BY_SIDE) for line in text.splitlines()):
         compared = path.absolute().parent.parent / "compare.toml"
-        how = f"fedobp compare --config {compared} repeats" if compared.is_file() else "the same sweep would repeat"
+        repeat = f"fedobp compare --config {shlex.quote(str(compared))} repeats"
+        how = repeat if compared.is_file() else "the same sweep would repeat"
         warnings.warn(
-            f"{path} is of a run that trained side by side with others; alone its last bits may differ, {how} it",
+            f"{short(path, 200)} is of a run that trained side by side with others; alone its last bits may differ, "
+            f"{how} it",
             stacklevel=2,
         )
     return given

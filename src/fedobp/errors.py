@@ -9,8 +9,11 @@ class FedobpError(Exception):
     """Something the caller can put right: its text is one sentence that says what is wrong and what to do."""
 
 
-class Stopped(KeyboardInterrupt):
-    """A signal asked the process to stop: nothing that isolates a run's failure may hold it up."""
+class Stopped(BaseException):
+    """A signal asked the process to stop: nothing that isolates a run's failure may hold it up.
+
+    It is no KeyboardInterrupt: typer turns each of those into exit code 130, also where the signal was SIGTERM.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

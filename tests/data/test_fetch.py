@@ -296,7 +296,8 @@ def test_a_server_that_always_breaks_off_is_given_up(server, folder):
 
     server.orders = [short] * 99
     with pytest.raises(
-        FedobpError, match=r"\(the connection broke.*\): run `fedobp data fetch organamnist` again to go on"
+        FedobpError,
+        match=r"\(the connection broke.*\): run `fedobp data fetch organamnist --data-dir .*` again to go on",
     ):
         fetch(["organamnist"], folder)
     assert len(server.asked) == 5
@@ -306,7 +307,7 @@ def test_a_connection_on_which_nothing_ever_comes_is_given_up_at_once(server, fo
     monkeypatch.setattr(sys.modules[fetch.__module__], "STALLED", 0.2)
     server.orders = [stall(0)] * 99
     with pytest.raises(
-        FedobpError, match=r"\(nothing came for 0\.2 s\): run `fedobp data fetch organamnist` again, or"
+        FedobpError, match=r"\(nothing came for 0\.2 s\): run `fedobp data fetch organamnist --data-dir .*` again, or"
     ):
         fetch(["organamnist"], folder)
     assert len(server.asked) < 2  # it may not even have been read
@@ -339,7 +340,8 @@ def test_a_refusal_is_said_with_its_number_and_what_to_put_where(server, folder,
     sentence = str(caught.value)
     assert f"'svhn' cannot be downloaded from {url} (status {code}, " in sentence
     assert sentence.endswith(
-        f"run `fedobp data fetch svhn` again, or first put into {place} by hand: test_32x32.mat ({url})"
+        f"run `fedobp data fetch svhn --data-dir {folder}` again, or first put into {place} by hand: "
+        f"test_32x32.mat ({url})"
     )
     assert "\n" not in sentence
     assert tree(folder) == ["downloads/svhn/train_32x32.mat"]  # not to be downloaded again

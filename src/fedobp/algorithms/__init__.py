@@ -48,7 +48,7 @@ from fedobp.algorithms.pfedsim import PFedSim
 from fedobp.algorithms.pspfl import PSPFL
 from fedobp.algorithms.scaffold import Scaffold
 from fedobp.algorithms.seqfededt import SeqFedEDT
-from fedobp.errors import FedobpError, described, unknown
+from fedobp.errors import FedobpError, Stopped, described, unknown
 
 __all__ = [
     "METHODS", "Batch", "Client", "Method", "Moment", "Option", "Predict", "Program", "Record", "Sparse", "Start",
@@ -124,7 +124,7 @@ def blaming(method: type[Method]) -> Iterator[None]:
     package = method.__module__.partition(".")[0]
     try:
         yield
-    except (FedobpError, KeyboardInterrupt):
+    except (FedobpError, KeyboardInterrupt, Stopped):
         raise
     except BaseException as error:  # also SystemExit
         if package == __name__.partition(".")[0]:
@@ -165,7 +165,7 @@ def _loaded(name: str, found: Sequence[EntryPoint]) -> type[Method]:
     try:
         method = found[0].load()
         problem = _problem(method, name)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Stopped):
         raise
     except BaseException as error:  # also SystemExit
         raise FedobpError(f"the method '{name}' ({values[0]}) cannot be loaded: {described(error)}") from error

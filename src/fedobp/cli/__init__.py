@@ -59,7 +59,8 @@ _BENCH_SETTINGS = (
 
 
 _STOPPED = {130: "interrupted", 143: "terminated"}
-_NO_MEMORY = re.compile("OutOfMemoryError|can't allocate memory")  # torch's, of CUDA and of the CPU
+# torch's, of CUDA and of the CPU; what the system says where not even a library finds room.
+_NO_MEMORY = re.compile("OutOfMemoryError|can't allocate memory|bad_alloc|can't start new thread|failed to map segment")
 _MOST_RUNS = 1_000  # of a comparison
 
 
@@ -82,7 +83,7 @@ def main() -> NoReturn:
     except _UsageError as error:
         # typer and click each suggest the nearest command: once is enough.
         code = _complain(re.sub(r"( Did you mean [^?]*\?)\1", r"\1", error.format_message()), 300)
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, ImportError) as error:
         if not isinstance(error, MemoryError) and not _NO_MEMORY.search(f"{type(error).__name__}: {error}"):
             raise
         code = _complain("there is not enough memory: use a smaller --participation, --batch-size or --model", 300)
@@ -91,9 +92,10 @@ def main() -> NoReturn:
             raise
         place = short(error.filename, 200)
         code = _complain(f"cannot use {place} ({error.strerror}): choose another place or name", 300)
-    except (KeyboardInterrupt, typer.Abort) as stop:  # click turns the one into the other
-        signal = stop if isinstance(stop, Stopped) else stop.__cause__
-        code = signal.code if isinstance(signal, Stopped) else 130
+    except Stopped as stop:
+        code = stop.code
+    except (KeyboardInterrupt, typer.Abort):  # in Python, where no signal handler of ours is set
+        code = 130
     except Unwritten as error:
         # The reader of our output has gone (`fedobp methods | head`): that is no error.
         gone = isinstance(error.reason, BrokenPipeError)
@@ -271,7 +273,7 @@ def compare(
     from fedobp.federation import Failure, SweepError, launches_of, sweep
     from fedobp.files import write_json
     from fedobp.report.tables import compare_table, summarise
-    from fedobp.runs import claim, fresh, made_by
+    from fedobp.runs import claim, fresh, made_by, release
 
     failed: list[Failure] = []
     launches = None
@@ -310,11 +312,14 @@ def compare(
     except SweepError as error:
         found, bug = error.results, error.__cause__
         failed += error.failed
+    finally:
+        released = release(folder, "compare.toml")  # what no run could start with is put right, and tried again
     results = [result for result in found if result is not None]
     content: dict[str, Any] = {"runs": [result.to_json() for result in results], "table": summarise(results)}
     if failed:
         content["failed"] = [asdict(failure) for failure in failed]
-    write_json(folder / "compare.json", content)
+    if not released:
+        write_json(folder / "compare.json", content)
     if results:
         show(content if as_json else compare_table(results), f"Run folder: {folder}")
     if failed:

@@ -35,6 +35,7 @@ class Output:
             elif isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")  # a terminal that cannot show ± still gets the rest
         self._stream = sys.stdout
+        self._failed: OSError | None = None  # whoever printed may have ignored it
         if not self._stream.isatty():
             os.environ.setdefault("_TYPER_FORCE_DISABLE_TERMINAL", "1")  # typer takes a CI service for a terminal
 
@@ -43,22 +44,24 @@ class Output:
 
     def write(self, text: str) -> int:
         """Write, or say that it was this stream that failed."""
-        with _to(self._stream):
+        with self._watched():
             return self._stream.write(text)
 
     def flush(self) -> None:
         """Flush, or say that it was this stream that failed."""
-        with _to(self._stream):
+        with self._watched():
             self._stream.flush()
 
-
-@contextmanager
-def _to(stream: TextIO) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        _drop(stream)
-        raise Unwritten(error) from error
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            if self._failed:
+                raise self._failed
+            yield
+        except OSError as error:
+            self._failed = error
+            _drop(self._stream)
+            raise Unwritten(error) from error
 
 
 def _keep_low_numbers() -> None:

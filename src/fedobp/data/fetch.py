@@ -5,6 +5,7 @@ the next attempt; a file that somebody put there by hand is checked and used lik
 """
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -112,9 +113,11 @@ class _Download:
         missing = [file for file in SOURCES[self._name].files if not (self._place / file.name).exists()]
         files = ", ".join(f"{file.name} ({file.url})" for file in missing)
         kept = " to go on where it stopped" if self._kept() else ""
+        folder = shlex.quote(str(self._place.parent.parent))
         return FedobpError(
             f"dataset '{self._name}' cannot be downloaded from {self._file.url} ({reason}): run `fedobp data fetch "
-            f"{self._name}` again{kept}, or first put into {short(self._place, 200)} by hand: {files}"
+            f"{self._name} --data-dir {folder}` again{kept}, or first put into {short(self._place, 200)} by "
+            f"hand: {files}"
         )
 
     def _kept(self) -> int:

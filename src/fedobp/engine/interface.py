@@ -9,7 +9,7 @@ from torch import Tensor
 from fedobp.algorithms import Method, Moment, Predict, Program, Record, Tensors
 from fedobp.data import FederatedData, Split
 from fedobp.engine.store import Budget, Store
-from fedobp.errors import FedobpError
+from fedobp.errors import FedobpError, Stopped
 
 T = TypeVar("T")
 
@@ -127,7 +127,7 @@ def caught(function: Callable[[], T]) -> T | BaseException:
     """Return what a function returns or raises, whatever that is; only the user interrupts."""
     try:
         return function()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Stopped):
         raise
     except BaseException as error:  # also SystemExit
         return error

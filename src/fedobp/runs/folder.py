@@ -40,6 +40,17 @@ def claim(folder: Path, name: str = "", content: str = "") -> Path:
     return folder
 
 
+def release(folder: Path, name: str) -> bool:
+    """Give a folder back that was claimed for several runs, if none of them has started; say whether it was so."""
+    if any(folder.glob("*/config.toml")):
+        return False
+    (folder / name).unlink(missing_ok=True)
+    for path in (*folder.iterdir(), folder):
+        with suppress(OSError):  # it is not empty, or no folder
+            path.rmdir()
+    return True
+
+
 def _ours(folder: Path) -> list[Path]:
     """Return which files of runs are in a folder; it is made if it is not there."""
     try:
