@@ -57,6 +57,22 @@ def test_the_example_of_the_docs_runs_beside_the_librarys_own(install, command, 
     assert "fedmedian" in said.out.lower()
 
 
+def test_what_a_method_prints_is_not_in_the_output(install, command):
+    """JSON is all that is on standard output, whatever a method prints when it is loaded and when it runs."""
+    code = example().replace("return {", "print('sent'); return {", 1)
+    assert "print" in code
+    install("print('loaded')\n" + code, "fedmedian:FedMedian")
+    arguments = ("--rounds", 1, "--clients", 5, "--model", "mlp", "--json")
+    said = command("run", "--method", "fedmedian", *arguments)
+    assert said.json["method"] == "fedmedian"
+    assert "loaded" in said.err
+    assert "sent" in said.err
+    assert [one["method"] for one in command("compare", "--methods", "fedmedian", *arguments).json["runs"]] == [
+        "fedmedian"
+    ]
+    assert command("methods", "--json").json["methods"]
+
+
 METHOD = """
 from fedobp.algorithms.base import option
 from fedobp.algorithms.fedavg import FedAvg

@@ -327,7 +327,8 @@ def test_a_damaged_file_of_a_known_dataset_can_be_fetched_again(folder):
     folder.mkdir()
     (folder / "mnist.npz").write_bytes(b"half of it")
     with pytest.raises(
-        FedobpError, match=r"mnist\.npz cannot be read .*, or remove it and run `fedobp data fetch mnist`$"
+        FedobpError,
+        match=r"mnist\.npz cannot be read .*, or remove it and run `fedobp data fetch mnist --data-dir .*data`$",
     ):
         load("mnist", folder)
 

@@ -2,8 +2,9 @@
 
 import inspect
 import re
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import EntryPoint, entry_points
 from traceback import walk_tb
 
@@ -163,7 +164,8 @@ def _loaded(name: str, found: Sequence[EntryPoint]) -> type[Method]:
     if len(values) > 1:
         raise FedobpError(f"{which} is declared more than once: uninstall all but one of its packages")
     try:
-        method = found[0].load()
+        with redirect_stdout(sys.stderr):  # standard output is the command's
+            method = found[0].load()
         problem = _problem(method, name)
     except (KeyboardInterrupt, Stopped):
         raise

@@ -226,7 +226,7 @@ def run(
     federation = Federation(resolved)
     label = f"{resolved.method}-{resolved.dataset}-seed{resolved.seed}"
     folder = out or fresh(label)
-    with progress(1, resolved.rounds) as advance:
+    with progress(1, resolved.rounds) as advance, redirect_stdout(sys.stderr):  # what plugins print
         result = federation.run(out=folder, progress=partial(advance, resolved.method))
     show(result.to_json() if as_json else run_table(result), f"Run folder: {folder}")
 
@@ -298,13 +298,14 @@ def compare(
         launches = [[places[at] for at in launch if at in plan] for launch in launches]
         launches = [launch for launch in launches if launch]
     head = f"# Repeat with: fedobp compare --config compare.toml\n{made_by()}"
+    made = out is None or not out.exists()
     folder = claim(out or fresh(f"compare-{configs[0].dataset}"), "compare.toml", head + to_toml(configs, launches))
-    bug = None
+    runs, bug = list(map(run_name, configs)), None
     try:
-        with progress(len(configs), configs[0].rounds) as advance:
+        with progress(len(configs), configs[0].rounds) as advance, redirect_stdout(sys.stderr):  # what plugins print
             found: Sequence[Result | None] = sweep(
                 configs,
-                out=[folder / run_name(one) for one in configs],
+                out=[folder / run for run in runs],
                 progress=lambda at: advance(f"{len(configs)} runs", replace(at, accuracy=None)),
                 keep_models=False,
                 launches=launches,
@@ -313,7 +314,7 @@ def compare(
         found, bug = error.results, error.__cause__
         failed += error.failed
     finally:
-        released = release(folder, "compare.toml")  # what no run could start with is put right, and tried again
+        released = release(folder, "compare.toml", runs, made)  # where no run could start, it is free for the next try
     results = [result for result in found if result is not None]
     content: dict[str, Any] = {"runs": [result.to_json() for result in results], "table": summarise(results)}
     if failed:

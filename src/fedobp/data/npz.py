@@ -5,6 +5,7 @@ What an array's header claims must be what the archive holds, and must fit into 
 
 import io
 import math
+import shlex
 import struct
 import zipfile
 from collections.abc import Collection, Iterator
@@ -122,6 +123,7 @@ def _unreadable(path: Path, error: Exception) -> FedobpError:
         reason = "it is not one, or damaged"
     else:
         reason = f"damaged or incomplete: {first_line(error)}"
-    fetched = path.stem in KNOWN
-    remedy = f"save it anew, or remove it and run `fedobp data fetch {path.stem}`" if fetched else "save it anew"
+    remedy = "save it anew"
+    if path.stem in KNOWN:
+        remedy += f", or remove it and run `fedobp data fetch {path.stem} --data-dir {shlex.quote(str(path.parent))}`"
     return FedobpError(f"{short(path, 200)} cannot be read as an npz file of plain arrays ({reason}): {remedy}")

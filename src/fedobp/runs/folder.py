@@ -8,7 +8,7 @@ equal, byte for byte, for two runs of one configuration on one machine. Times ar
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from itertools import count
@@ -40,13 +40,17 @@ def claim(folder: Path, name: str = "", content: str = "") -> Path:
     return folder
 
 
-def release(folder: Path, name: str) -> bool:
-    """Give a folder back that was claimed for several runs, if none of them has started; say whether it was so."""
-    if any(folder.glob("*/config.toml")):
+def release(folder: Path, name: str, runs: Iterable[str], made: bool) -> bool:
+    """Give a folder back that was claimed for several runs, if none of them has started; say whether it was so.
+
+    A folder that was `made` for them is removed.
+    """
+    own = [folder / run for run in runs]
+    if any((one / "config.toml").exists() for one in own):
         return False
     (folder / name).unlink(missing_ok=True)
-    for path in (*folder.iterdir(), folder):
-        with suppress(OSError):  # it is not empty, or no folder
+    for path in (*own, folder) if made else own:
+        with suppress(OSError):  # it is not there, or somebody's
             path.rmdir()
     return True
 
