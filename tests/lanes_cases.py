@@ -115,8 +115,19 @@ def normed(shape, classes):
     )
 
 
+def pooled(shape, classes):
+    """A perceptron on pooled pixels, none of which is the same in all digits.
+
+    Weights of a constant pixel move alike: their scores tie, and rounding would decide which are above a threshold.
+    """
+    width = shape[0] * (shape[1] // 2) * (shape[2] // 2)
+    layers = OrderedDict(pool=nn.AvgPool2d(2), flatten=nn.Flatten(), fc1=nn.Linear(width, 32), relu=nn.ReLU())
+    return nn.Sequential(layers | OrderedDict(classifier=nn.Linear(32, classes)))
+
+
 NETWORKS = {
     "normed": normed,
+    "pooled": pooled,
     "strided": strided,
     "in-place": in_place,
     "without-bias": without_bias,

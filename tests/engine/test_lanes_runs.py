@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("networks")
 
 RAGGED = {
     "clients": CLIENTS, "rounds": 4, "participation": 0.7, "epochs": 2, "batch_size": BATCH, "lr": 0.05,
-    "eval_every": 1, "precision": "fp64", "model": "mlp",
+    "eval_every": 1, "precision": "fp64", "model": "pooled",
 }  # fmt: skip
 EVERYTHING = {"momentum": 0.8, "weight_decay": 0.02, "lr_schedule": "cosine", "finetune_epochs": 1}
 CASES = {
@@ -184,7 +184,7 @@ def test_the_same_bytes_run_after_run(tmp_path):
 
 @pytest.mark.usefixtures("ragged")
 def test_the_client_that_diverges_is_named():
-    config = Config(**{**RAGGED, "precision": "fp32", "lr": 1e9, "participation": 1.0})
+    config = Config(**{**RAGGED, "model": "mlp", "precision": "fp32", "lr": 1e9, "participation": 1.0})
     moving = [client for client in next(cohorts(config)).tolist() if TRAIN[client] > 1]
     said = []
     for engine in ("lanes", "serial"):
