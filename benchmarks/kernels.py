@@ -110,7 +110,7 @@ def profile(config: Config, runs: int) -> None:
 def baselines(config: Config) -> None:
     """Time rounds that stand for all of them, with the kernels, without them, and one client after the other.
 
-    From what a client-step takes there and from an evaluation of all clients, a whole run is reckoned.
+    From what a client-step takes there and from an evaluation of all clients, a whole run is estimated.
     """
     dataset, shards = deal(config)
     data = FederatedData(dataset, shards, DEVICE, torch.float32)
@@ -130,9 +130,9 @@ def baselines(config: Config) -> None:
             trial.evaluate(engine)
             tested = trial.evaluate(engine)
         each = took / sum(steps[at] for at in rounds)
-        reckoned = each * sum(steps) + config.rounds / config.eval_every * tested
+        estimated = each * sum(steps) + config.rounds / config.eval_every * tested
         print(f"{name}: {each * sum(steps) / config.rounds * 1e3:.1f} ms a round, {1 / each:,.0f} client-steps/s, an "
-              f"evaluation {tested * 1e3:.0f} ms, {config.rounds} rounds {reckoned:.1f} s", flush=True)  # fmt: skip
+              f"evaluation {tested * 1e3:.0f} ms, {config.rounds} rounds {estimated:.1f} s", flush=True)  # fmt: skip
 
 
 def start(precision: Precision) -> None:

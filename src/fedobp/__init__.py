@@ -8,7 +8,7 @@
     module = federation.model.module()
     module.load_state_dict(result.state_dict(client=7))
 
-Everything a caller can put right is raised as `FedobpError`. Names are loaded on first use: torch takes its time.
+User errors raise `FedobpError`. Names are loaded on first use: torch takes its time.
 """
 
 from importlib import import_module

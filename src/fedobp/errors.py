@@ -1,4 +1,4 @@
-"""The one exception for what a caller can put right, and sentences that suggest the near miss."""
+"""The one exception for user errors, and sentences that suggest the near miss."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ _LISTED = 50  # a table may have thousands of columns
 
 
 class FedobpError(Exception):
-    """Something the caller can put right: its text is one sentence that says what is wrong and what to do."""
+    """A user error: its text is one sentence that says what is wrong and what to do."""
 
 
 class Stopped(BaseException):

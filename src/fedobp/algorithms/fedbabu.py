@@ -10,7 +10,7 @@ from typing import ClassVar, cast
 from fedobp.algorithms.base import Moment, Part, Program, Train, option
 from fedobp.algorithms.fedavg import all_mine
 from fedobp.algorithms.parts import Parted
-from fedobp.models import Inside, Model
+from fedobp.models import Model
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,6 @@ class FedBABU(Parted):
 
     finetune: int = option(5, "epochs of fine-tuning before use; 5 is the authors' default", low=0)
     tune: str = option("all", "what is fine-tuned", choices=("all", "head", "base"))
-
-    def shares(self, model: Model) -> Inside:
-        """Share all but the head."""
-        return lambda name: not model.layout.in_head(name)
 
     def local(self, model: Model, now: Moment) -> Program:
         """Train the base alone."""

@@ -12,7 +12,6 @@ from typing import ClassVar
 
 from fedobp.algorithms.base import option
 from fedobp.algorithms.parts import Parted
-from fedobp.models import Inside, Model
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,3 @@ class FedPer(Parted):
     def sends_all(self) -> bool:
         """Heads are averaged as-published."""
         return self.mode == "as-published"
-
-    def shares(self, model: Model) -> Inside:
-        """Share all but the head."""
-        return lambda name: not model.layout.in_head(name)

@@ -28,11 +28,11 @@ from fedobp.models import Inside, Model
 
 @dataclass(frozen=True)
 class Parted(Method):
-    """Base of methods that say by name which tensors are shared."""
+    """Base of methods that say by name which tensors are shared; unless they do, it is all but the head."""
 
     def shares(self, model: Model) -> Inside:
         """Return what says of a tensor's name whether it is shared."""
-        raise NotImplementedError
+        return lambda name: not model.layout.in_head(name)
 
     @property
     def sends_all(self) -> bool:

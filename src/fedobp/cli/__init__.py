@@ -67,7 +67,7 @@ _MOST_RUNS = 1_000  # of a comparison
 def main() -> NoReturn:
     """Run the command line.
 
-    Exit codes: 0 it worked, also where the reader of the output has gone; 2 the user can put it right, in one sentence;
+    Exit codes: 0 it worked, also where the reader of the output has gone; 2 a user error, in one sentence;
     130 interrupted (Ctrl-C); 143 terminated (SIGTERM).
     """
     code: Any
