@@ -1,12 +1,13 @@
 """How fast this machine trains: both engines on the same cohorts, beside the best matrix product that it can do.
 
 Rounds of a ragged federation differ, but which clients take part in which round, and how many steps each of them
-takes, is known before anything is trained. So a few typical rounds are measured, and a whole run is reckoned from all.
+takes, is known before anything is trained. So a few typical rounds are measured, and a whole run is estimated from all.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Literal
@@ -15,25 +16,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedobp.algorithms import Moment
 from fedobp.config import Config
-from fedobp.course import Course, cohorts
-from fedobp.data import KNOWN, Dataset, FederatedData, data_dir, describe
-from fedobp.engine import (
-    Budget,
-    Counters,
-    Engine,
-    Precision,
-    dtype_of,
-)
-from fedobp.engine.arithmetic import steady
+from fedobp.data import KNOWN, Dataset, FederatedData, data_dir, describe, load
+from fedobp.engine import Budget, ClientJob, ClientPool, Counters, Engine, Store, dtype_of
 from fedobp.engine.cost import cost
+from fedobp.engine.precision import deterministic
 from fedobp.engine.schedule import batches_of
 from fedobp.engine.stack import Grouped, stacked
 from fedobp.errors import FedobpError
 from fedobp.evaluation import Evaluator
-from fedobp.federation import batch_size_for, deal, engine_for, memory_for
+from fedobp.federation import Federation, assign
+from fedobp.launch import RunPlan, Simulation, batch_size_for, engine_for, memory_for, simulate
+from fedobp.method import Method, RoundContext
 from fedobp.models import Model
+from fedobp.options import Precision
+from fedobp.resolution import check_names, resolve
+from fedobp.sampling import cohorts
 
 EngineName = Literal["serial", "lanes"]
 # Where in the time budget each part of the measurement ends.
@@ -42,6 +40,7 @@ _PEAK = 0.03  # the share of it for matrix products, before each engine
 _LONGEST = 3600.0  # seconds
 _MOST_RUNS = 1000
 _SAMPLE = 400  # rounds whose cohorts are looked at
+_NEVER = 10**6
 _AT_ONCE = 10  # rounds without waiting for a device
 _SIDES = {"cpu": (512, 1024, 2048), "cuda": (2048, 4096, 8192)}  # of the matrices that are multiplied
 
@@ -64,7 +63,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Bench:
-    """What was measured, on what, and how a run is reckoned from it."""
+    """What was measured, on what, and how a run is estimated from it."""
 
     device: str
     threads: int  # of the CPU
@@ -110,30 +109,40 @@ class _Measured:
         return self.done.samples / self.seconds
 
 
-class Trial(Course):
-    """A run that is driven round by round."""
+def evaluate(engine: Engine, config: Config, method: Method, model: Model, data: FederatedData) -> float:
+    """Test all clients' models as served before round 1, and return how long it took."""
+    theta = model.initial(config.seed).to(data.x.device, data.dtype)
+    initial = method.init(model, theta, config.seed)
+    evaluator = Evaluator(method, model, ClientPool(data, initial.state, theta, config.seed, Budget()), engine, 0)
+    rates = {"lr": config.lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
+    begun = clock(data.x.device)
+    evaluator(
+        lambda clients: RoundContext(model, 1, config.rounds, config.clients, 1, clients, config.seed),
+        initial.server,
+        Store(initial.record, config.clients, Budget()),
+        {**rates, **method.hparams()},
+        everything=False,
+    )
+    return clock(data.x.device) - begun
 
-    def evaluate(self, engine: Engine) -> float:
-        """Test all clients' models as served, and return how long it took."""
-        evaluator, hp = Evaluator(self.method, self.model, self.people, engine, 0), self.numbers(self.config.lr)
-        begun = clock(self.data.x.device)
-        evaluator(lambda clients: self.moment(1, clients, 1), self.server, self.rows, hp, everything=False)
-        return clock(self.data.x.device) - begun
 
-
-def train(engine: Engine, trials: Sequence[Trial], rounds: Sequence[Sequence[Moment]]) -> float:
+def train(engine: Engine, simulations: Sequence[Simulation], rounds: Sequence[Sequence[ClientJob]]) -> float:
     """Take several runs side by side through rounds of theirs, and return how long it took.
 
-    `rounds` has one moment a run. As in a real run, nobody waits between rounds for a device to finish.
+    `rounds` has one job a run. As in a real run, no round waits for a device to finish.
     """
-    device = trials[0].data.x.device
-    begun = clock(device)
-    for at, nows in enumerate(rounds):
-        tasks = [trial.send(now) for trial, now in zip(trials, nows, strict=True)]
-        for trial, now, answer in zip(trials, nows, engine.train(tasks), strict=True):
-            trial.receive(now, answer)
+    device = simulations[0].clients.data.x.device
+    begun, prepared = clock(device), None
+    for at, plan in enumerate(rounds):
+        going = [simulation.run.round([job]) for simulation, job in zip(simulations, plan, strict=True)]
+        asked = [simulation.clients.assign(next(one)) for simulation, one in zip(simulations, going, strict=True)]
+        updates = engine.train(asked, prepared)
         for coming in rounds[at + 1 : at + 2]:
-            engine.prepare([trial.task(now) for trial, now in zip(trials, coming, strict=True)])
+            pairs = zip(simulations, coming, strict=True)
+            prepared = engine.prepare([simulation.clients.assign(job) for simulation, job in pairs])
+        for one, update in zip(going, updates, strict=True):
+            with suppress(StopIteration):
+                one.send(update)
     return clock(device) - begun
 
 
@@ -174,7 +183,7 @@ def peak(device: torch.device, precision: Precision, seconds: float) -> float:
     dtype = torch.bfloat16 if precision == "bf16" else dtype_of(precision)
     generator = torch.Generator(device).manual_seed(0)
     until, best = time.perf_counter() + seconds, 0.0
-    with steady(precision):
+    with deterministic(precision):
         for left, side in zip((3, 2, 1), _SIDES[device.type], strict=True):
             matrix = torch.rand(side, side, generator=generator, device=device).to(dtype)
             product = matrix @ matrix
@@ -211,16 +220,19 @@ class _Session:
     def __init__(self, config: Config, runs: int, seconds: float, progress: Callable[[str, float], None]) -> None:
         self._begun, self._seconds, self._progress = time.perf_counter(), seconds, progress
         progress("data", 0.0)
-        self._device = torch.device(config.device)
+        check_names(config)
         noisy = stand_in(config)
         self._random = noisy is not None
-        self._dataset, self._shards = deal(config, noisy)
-        self._data = FederatedData(self._dataset, self._shards, self._device, dtype_of(config.precision))
+        source = noisy or load(config.dataset, data_dir(config.data_dir))
+        config, self._method = resolve(config, source)
+        self._federation = Federation.resolved(source, config, self._method)
+        self._dataset, self._shards = assign(config, source)
+        self._model, self._data = self._federation.model, self._federation.data
+        self._device = self._data.x.device
         self._asked = config.batch_size
         self._config = config = replace(config, batch_size=batch_size_for(config, [self._data]))
         # Each run's cohorts are its own; the partition stays the first one's.
         self._configs = [replace(config, seed=config.seed + run) for run in range(runs)]
-        self._model = Model(config.model, self._data.shape, self._data.classes)
         self._cohorts = [list(islice(cohorts(one), _SAMPLE)) for one in self._configs]
         steps = [steps_by_round(one, self._data, who) for one, who in zip(self._configs, self._cohorts, strict=True)]
         self._steps = steps
@@ -307,22 +319,28 @@ class _Session:
         takes one run after the other anyway, trains the first run alone.
         """
         budget = Budget(memory_for(self._config, "store"))
-        trials = [Trial(one, self._model, self._data, budget) for one in self._configs]
+        # No round is evaluated here: that is measured by itself.
+        silent = [replace(one, rounds=_NEVER, eval_every=_NEVER) for one in self._configs]
+        plans = [RunPlan(self._federation, one, self._method) for one in silent]
+        trials = [simulate(plan, engine, budget) for plan in plans]
         order = self._typical()
+
+        def job(trial: Simulation, round: int, cohort: Tensor, epochs: int) -> ClientJob:
+            return trial.run.job(replace(trial.run.context(round, cohort), epochs=epochs))
 
         def measured(rounds: Sequence[int], runs: int, epochs: int) -> _Measured:
             self._tell(name)
             some = list(zip(trials, self._cohorts, strict=True))[:runs]
-            moments = [[trial.moment(round + 1, cohort[round], epochs) for trial, cohort in some] for round in rounds]
+            jobs = [[job(trial, round + 1, cohort[round], epochs) for trial, cohort in some] for round in rounds]
             before = engine.counters
-            took = train(engine, trials[:runs], moments)
+            took = train(engine, trials[:runs], jobs)
             done = engine.counters - before
             whole = sum(steps[round] for steps in self._steps for round in rounds)
             return _Measured(len(rounds) * done.steps / whole, done, took)
 
         sizes = [self._data.size(client, "train") for client in range(self._data.clients)]
         smallest = torch.tensor(sizes).argsort(stable=True)[:2]
-        train(engine, trials[:1], [[trials[0].moment(1, smallest, 1)]])  # so that all is loaded and awake
+        train(engine, trials[:1], [[job(trials[0], 1, smallest, 1)]])  # a warm-up
         first = [next(order)]
         few = 1 if name == "serial" else len(trials)
         pilot = measured(first, few, 1)
@@ -344,7 +362,7 @@ class _Session:
         return found
 
     def _evaluated(self, name: EngineName, engine: Engine, trained: _Measured) -> float:
-        """Return how long it takes to test everyone; where that is long, it is reckoned from the first clients."""
+        """Return how long it takes to test everyone; where that is long, it is estimated from the first clients."""
         self._tell(f"{name}, evaluation")
         end = f"{name} evaluation"
         affordable = 3 * trained.samples_per_second * max(0.0, self._left(end))  # forward is a third of a step
@@ -355,9 +373,9 @@ class _Session:
             tested, some = tested + len(shard.test), some + 1
         data = self._data
         if some < len(self._shards):
-            data = data.dealt_again(self._dataset, self._shards[:some])
-        trial = Trial(self._config, self._model, data, Budget())
-        took = trial.evaluate(engine)
+            data = data.dealt_again(self._dataset, self._shards[:some], self._config.normalize)
+        given = engine, self._config, self._method, self._model, data
+        took = evaluate(*given)
         if self._device.type == "cuda" or took < self._left(end):  # the first time is slower than all others
-            took = trial.evaluate(engine)
+            took = evaluate(*given)
         return took * sum(len(shard.test) for shard in self._shards) / max(1, tested)

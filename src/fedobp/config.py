@@ -1,7 +1,8 @@
-"""Everything a run depends on, in one checked, fully resolved object: what `config.toml` holds.
+"""The settings of a run, as they were asked for: checked value by value, without reading a file.
 
-Its fields are the command line's flags; each carries its help text here, once. Importing this module is cheap: torch
-is loaded when a `Config` is made.
+Its fields are the command line's flags; each carries its help text here, once. What is not given is None until the
+dataset is read: `resolution.resolve` decides it, and `config.toml` holds the resolved form. Importing this module, and
+making a `Config`, loads neither torch nor numpy.
 """
 
 import math
@@ -13,15 +14,23 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from fedobp.errors import FedobpError, short, unknown
-from fedobp.options import LARGEST, Option
+from fedobp.options import LARGEST, Option, Precision
 
 _LONGEST = 2**20  # bytes of a configuration file
 # Settings that are tables of options, and those that a partition is made with.
-_TABLES = ("options", "partition_options")
-_DEALT = ("clients", "partition", "partition_options", "alpha", "partition_seed", "val_ratio", "holdout_clients")
+TABLES = ("options", "partition_options")
+PARTITION_SETTINGS = (
+    "clients",
+    "partition",
+    "partition_options",
+    "alpha",
+    "partition_seed",
+    "val_ratio",
+    "holdout_clients",
+)
 
 _SIDE_BY_SIDE = "# Trained side by side, in this order:"
 
@@ -31,7 +40,6 @@ Normalize = Literal["dataset", "train", "none", "as-published"]
 ProtocolName = Literal["default", "paper"]
 EngineName = Literal["auto", "serial", "lanes"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-Precision = Literal["fp32", "fp64", "tf32", "bf16"]
 SaveModels = Literal["none", "global", "all"]
 
 
@@ -54,7 +62,7 @@ _evaluation, _machine = _panel("Evaluation"), _panel("Machine and output")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of a run. What is not given is decided here, so a Config is always complete and valid."""
+    """The settings of a run. A resolved one, such as `Federation.config`, is complete."""
 
     method: str = _training("fedobp", "Method to train; `fedobp methods` lists them")
     options: Mapping[str, Option] = field(default_factory=dict)
@@ -110,107 +118,11 @@ class Config:
     save_models: SaveModels = _machine("all", "Which final models to write")
 
     def __post_init__(self) -> None:
-        """Check what was given and decide the rest."""
+        """Check each value against its type and bounds; nothing is read or decided here."""
         for spec in settings():
             value = getattr(self, spec.name)
             if value is not None or spec.default is not None:
-                self._set(spec.name, _checked(spec, value))
-        self._fill_in()
-        self._settle_machine()
-        self._settle_method()
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-
-    def _fill_in(self) -> None:
-        """Decide what depends on the dataset, and check names that only their rooms know."""
-        from fedobp.data import KNOWN, PARTITIONS, data_dir, describe, label_sizes, suited, way_of
-        from fedobp.evaluation import protocol
-        from fedobp.models import NETS
-
-        if self.data_dir is not None:
-            self._set("data_dir", str(data_dir(self.data_dir).absolute()))
-        folder = data_dir(self.data_dir)
-        info = describe(self.dataset, folder)
-        if self.partition_file is not None:
-            self._take_partition(_path("partition_file", self.partition_file))
-        defaults: dict[str, object] = {"partition": "dirichlet", "alpha": 0.1, "val_ratio": 0.0, "holdout_clients": 0}
-        if self.dataset == "digits":
-            defaults |= {"clients": 20, "participation": 0.2, "rounds": 60, "model": "cnn-small"}
-        else:
-            defaults |= {"clients": 100, "participation": 0.1, "rounds": 400, "model": _model_for(info.shape)}
-        if self.partition == "natural" and info.clients:
-            defaults["clients"] = info.clients
-        elif self.dataset not in KNOWN and None in (self.clients, self.alpha):
-            clients, alpha = suited(label_sizes(self.dataset, folder), self.clients, self.alpha)
-            defaults |= {"clients": clients, "alpha": alpha}
-        rounds: Any = self.rounds or defaults["rounds"]
-        for name, value in {**defaults, "partition_seed": self.seed, "eval_every": max(1, rounds // 20)}.items():
-            if getattr(self, name) is None:
-                self._set(name, value)
-        for kind, name, known in (("partition", self.partition, PARTITIONS), ("model", self.model, NETS)):
-            if name not in known:
-                raise unknown(kind, name, known)
-        dealt = PARTITIONS[self.partition].configure(self.partition_options)
-        self._set("partition_options", {spec.name: getattr(dealt, spec.name) for spec in dealt.options()})
-        if self.trainers < 1:
-            raise FedobpError(
-                f"--holdout-clients {self.holdout_clients} leaves nobody of {self.clients} clients to train: hold out "
-                "fewer"
-            )
-        self._set("normalize", way_of(self.dataset, self.normalize))
-        protocol(self.protocol, self.rounds)
-
-    def _take_partition(self, path: Path) -> None:
-        """Take over what a saved partition was made with; what is asked for otherwise must not contradict it."""
-        from fedobp.data import partition_settings
-
-        self._set("partition_file", str(path))
-        saved = partition_settings(path)
-        for spec in fields(Config):
-            if spec.name not in _DEALT:
-                continue
-            if spec.name not in saved or (spec.name in _TABLES and not isinstance(saved[spec.name], dict)):
-                raise FedobpError(f"the partition {short(path, 200)} does not say its {spec.name}: save it anew")
-            given, value = getattr(self, spec.name), saved[spec.name]
-            if given not in (None, {}, value):
-                asked = f"--partition-set {_pairs(given)}" if spec.name in _TABLES else f"{flag(spec.name)} {given}"
-                made = (_pairs(value) or "no options") if isinstance(value, dict) else value
-                raise FedobpError(
-                    f"{short(asked)} is not what the partition {short(path, 200)} was made with ({short(made)}): leave "
-                    "it out"
-                )
-            self._set(spec.name, value if spec.name in _TABLES else _checked(spec, value))
-
-    def _settle_machine(self) -> None:
-        import torch
-
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise FedobpError("--device cuda needs a CUDA card that torch can use, and there is none: use --device cpu")
-        if self.device == "auto":
-            self._set("device", "cuda" if torch.cuda.is_available() else "cpu")
-        if self.engine == "auto":
-            self._set("engine", "lanes")
-        if cast(str | None, self.precision) is None:
-            fast = (self.device, self.engine) == ("cuda", "lanes")
-            self._set("precision", "bf16" if fast and torch.cuda.is_bf16_supported(False) else "fp32")
-        if self.device == "cpu" and self.precision == "tf32":
-            raise FedobpError("--precision tf32 is arithmetic of CUDA cards: use --precision fp32 on the CPU")
-
-    def _settle_method(self) -> None:
-        """Resolve the method's options; the paper tuned q for its CNN under its partition, and only there."""
-        from fedobp.algorithms import blaming, method_class
-        from fedobp.data import KNOWN
-
-        method = method_class(self.method)
-        names = [spec.name for spec in method.options()]
-        options = dict(self.options)
-        if "q" in names and self.model == "cnn" and self.partition == "dirichlet" and self.dataset in KNOWN:
-            published = KNOWN[self.dataset].q.get(self.alpha)
-            options = options if published is None else {"q": published, **options}
-        with blaming(method):
-            configured = method.configure(options)
-        self._set("options", {name: getattr(configured, name) for name in names})
+                object.__setattr__(self, spec.name, check_setting(spec, value))
 
     @property
     def cohort_size(self) -> int:
@@ -223,9 +135,9 @@ class Config:
         return self.clients - self.holdout_clients
 
     @property
-    def dealt(self) -> dict[str, Any]:
+    def partition_settings(self) -> dict[str, Any]:
         """What a partition is made with."""
-        return {name: getattr(self, name) for name in _DEALT}
+        return {name: getattr(self, name) for name in PARTITION_SETTINGS}
 
     def lr_at(self, round: int) -> float:
         """Return the learning rate of a round (from 1): constant, or half a cosine from lr towards 0."""
@@ -241,14 +153,14 @@ class Config:
     def to_toml(self) -> str:
         """Return the settings as TOML, which `read_config` reads back."""
         lines = toml_lines({spec.name: getattr(self, spec.name) for spec in settings()})
-        for table in _TABLES:
+        for table in TABLES:
             lines += ["", f"[{table}]", *toml_lines(getattr(self, table))]
         return "\n".join(lines) + "\n"
 
 
 def settings() -> list[Field[Any]]:
     """Return the fields of `Config` that are plain settings: all but the method's and the partition's options."""
-    return [spec for spec in fields(Config) if spec.name not in _TABLES]
+    return [spec for spec in fields(Config) if spec.name not in TABLES]
 
 
 def flag(name: str) -> str:
@@ -296,7 +208,7 @@ def check_settings(given: Mapping[str, Any], path: Path, known: Sequence[str]) -
     for name in given:
         if name not in known:
             raise unknown(f"setting in {where}", name, known)
-    for table in _TABLES:
+    for table in TABLES:
         if not isinstance(given.get(table, {}), dict):
             raise FedobpError(f"`{table}` in {where} must be a table of options: write [{table}]")
 
@@ -311,7 +223,7 @@ def side_by_side(launch: Sequence[Config]) -> str:
     return f"{_SIDE_BY_SIDE} {', '.join(map(run_name, launch))}\n" if len(launch) > 1 else ""
 
 
-def _checked(spec: Field[Any], value: Any) -> Any:
+def check_setting(spec: Field[Any], value: Any) -> Any:
     """Return a setting's value in its declared type, or say what it should be."""
     choices = get_args(spec.type)
     if choices and isinstance(choices[0], str):
@@ -343,23 +255,6 @@ def _checked(spec: Field[Any], value: Any) -> Any:
     if not value.strip():
         raise FedobpError(f"{flag(spec.name)} must not be empty: give it a value, or leave it out")
     return value
-
-
-def _model_for(shape: tuple[int, ...]) -> str:
-    """Return the default model for inputs of a shape: the paper's CNN, and where an image is too small for it, less."""
-    side = min(shape[:2]) if len(shape) > 1 else 0
-    return "cnn" if side >= 16 else "cnn-small" if side >= 4 else "mlp"
-
-
-def _path(name: str, given: str) -> Path:
-    try:
-        return Path(given).expanduser().absolute()
-    except RuntimeError as error:  # the home folder of nobody
-        raise FedobpError(f"{flag(name)} {short(given)} has no home folder: write its whole path") from error
-
-
-def _pairs(options: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in options.items())
 
 
 def toml_lines(values: Mapping[str, Any]) -> list[str]:

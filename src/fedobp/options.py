@@ -3,11 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from fedobp.errors import FedobpError, short, unknown
 
 Option = float | int | str
+Precision = Literal["fp32", "fp64", "tf32", "bf16"]
 LARGEST = 3.4e38  # what float32 can hold
 _MOST = 1_000
 

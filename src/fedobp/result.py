@@ -1,4 +1,4 @@
-"""What a run gave."""
+"""The result of a run."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fedobp.config import Config
-from fedobp.evaluation import Accuracy, Cold, Personal, Protocol
+from fedobp.evaluation import Accuracy, NewClients, Personal, Protocol
 from fedobp.runs import Models
 
 
@@ -31,7 +31,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gave. Accuracies are per cent, chosen by `protocol`."""
+    """The result of a run. Accuracies are per cent, chosen by `protocol`."""
 
     config: Config
     protocol: Protocol
@@ -39,7 +39,7 @@ class Result:
     last: Accuracy  # of each client's own last local model
     finetuned: Accuracy | None  # of the served models after `finetune_epochs` of local training
     validation: Accuracy | None  # of the served models on the validation parts
-    cold: Cold | None  # of clients that are held out
+    new_clients: NewClients | None  # of clients that are held out
     history: list[tuple[int, float, float]]  # (round, pooled, client mean)
     personal: Personal
     bytes: Traffic
@@ -64,8 +64,8 @@ class Result:
         }
         if self.validation:
             columns["validation"] = asdict(self.validation)
-        if self.cold:
-            columns["cold"] = asdict(self.cold)
+        if self.new_clients:
+            columns["new_clients"] = asdict(self.new_clients)
         return {
             **head,
             "protocol": self.protocol.to_json(),

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedobp.algorithms.base import Record, Sparse
 from fedobp.errors import FedobpError
+from fedobp.records import Record, Sparse
 from fedobp.transfer import Arriving
 
 _MAGIC = b"FOBP\x01"

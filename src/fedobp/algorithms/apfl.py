@@ -20,61 +20,48 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch.func import grad
-from torch.nn import functional
 
-from fedobp.algorithms.base import (
-    Batch,
-    Client,
-    Moment,
-    Predict,
-    Program,
-    Start,
-    Sweep,
-    Tensors,
-    dense,
-    option,
-)
+from fedobp import method as fl
 from fedobp.algorithms.fedavg import FedAvg, all_mine
-from fedobp.models import Model
 
 _DECAY = 0.02  # of the mixing weight, in its gradient: both codes have it
 
 
-def take_both(model: Model, client: Client) -> Client:
+def take_both(model: fl.Model, client: fl.Client) -> fl.Client:
     """Lay out the client's own v and a, and the shared w."""
-    return client.set(theta=client.own["theta"], mix=client.own["mix"], shared=dense(client.down, "theta"))
+    return client.set(theta=client.state["theta"], mix=client.state["mix"], shared=fl.dense(client.download, "theta"))
 
 
-def stand_still(model: Model, client: Client) -> Client:
+def stand_still(model: fl.Model, client: fl.Client) -> fl.Client:
     """Start both models' momentum at 0."""
     still = torch.zeros_like(client.theta)
     return client.set(theta_velocity=still, shared_velocity=still)
 
 
-def keep_and_upload(model: Model, client: Client) -> Client:
+def keep_and_upload(model: fl.Model, client: fl.Client) -> fl.Client:
     """Keep v and a, send w."""
-    return client.remember(theta=client.theta, mix=client.work["mix"]).upload(theta=client.work["shared"])
+    return client.remember(theta=client.theta, mix=client.scratch["mix"]).send(theta=client.scratch["shared"])
 
 
-def mixed_logits(model: Model, work: Tensors, x: Tensor) -> Tensor:
+def mixed_logits(model: fl.Model, scratch: fl.Tensors, x: Tensor) -> Tensor:
     """Return a f_v + (1 - a) f_w."""
-    return _blend(work["mix"], model.logits(work["theta"], x), model.logits(work["shared"], x))
+    return _blend(scratch["mix"], model.logits(scratch["theta"], x), model.logits(scratch["shared"], x))
 
 
 def _blend(mix: Tensor, own: Tensor, shared: Tensor) -> Tensor:
     return mix * own + (1 - mix) * shared
 
 
-def _loss(logits: Tensor, batch: Batch) -> Tensor:
-    return batch.mean(functional.cross_entropy(logits, batch.y, reduction="none"))
+def _loss(logits: Tensor, batch: fl.Batch) -> Tensor:
+    return batch.cross_entropy(logits)
 
 
-def _descend(client: Client, name: str, gradient: Tensor) -> Client:
+def _sgd_step(client: fl.Client, name: str, gradient: Tensor) -> fl.Client:
     """Take a step of SGD with weight decay and momentum, as training elsewhere does."""
-    work, hp = client.work, client.hp
-    decayed = torch.addcmul(gradient, work[name], hp["weight_decay"])
-    velocity = torch.addcmul(decayed, work[f"{name}_velocity"], hp["momentum"])
-    return client.set(**{name: torch.addcmul(work[name], velocity, -hp["lr"]), f"{name}_velocity": velocity})
+    scratch, hparams = client.scratch, client.hparams
+    decayed = torch.addcmul(gradient, scratch[name], hparams["weight_decay"])
+    velocity = torch.addcmul(decayed, scratch[f"{name}_velocity"], hparams["momentum"])
+    return client.set(**{name: torch.addcmul(scratch[name], velocity, -hparams["lr"]), f"{name}_velocity": velocity})
 
 
 @dataclass(frozen=True)
@@ -84,55 +71,58 @@ class APFL(FedAvg):
     name: ClassVar[str] = "apfl"
     summary: ClassVar[str] = "FedAvg beside a personal model; each client uses a mixture of the two, trained as such"
     paper: ClassVar[str] = "Deng et al., Adaptive Personalized Federated Learning, 2020"
+    keeps_last_model: ClassVar[bool] = True
 
-    mix: float = option(0.5, "the personal model's weight in the mixture at first; the authors' code's", low=0, high=1)
-    adaptive: str = option(
+    mix: float = fl.option(
+        0.5, "the personal model's weight in the mixture at first; the authors' code's", low=0, high=1
+    )
+    adaptive: str = fl.option(
         "off",
         "whether clients learn that weight; off in the authors' code, always on as-published",
         choices=("off", "on"),
     )
-    mode: str = option(
-        "faithful", "the authors' code, or the framework's behind the table", choices=("faithful", "as-published")
-    )
+    mode: str = fl.mode_option("the authors' code, or the framework's behind the table")
 
     @property
-    def predict(self) -> Predict:
+    def predict(self) -> fl.Predict:
         """Mix the logits."""
         return mixed_logits
 
-    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+    def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
         """Each client holds v, which starts at theta^0, and a."""
-        return Start(server={"theta": theta}, row={}, own={"theta": theta, "mix": theta.new_tensor(self.mix)})
+        return fl.InitialState(
+            server={"theta": theta}, record={}, state={"theta": theta, "mix": theta.new_tensor(self.mix)}
+        )
 
-    def local(self, model: Model, now: Moment) -> Program:
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """Train both models on the same batches."""
         passes = 3 if (self.adaptive, self.mode) == ("on", "faithful") else 2  # gradients that a batch is taken for
-        return [take_both, stand_still, Sweep(self._step, now.epochs, smallest=2, passes=passes), keep_and_upload]
+        return [take_both, stand_still, fl.Sweep(self._step, ctx.epochs, smallest=2, passes=passes), keep_and_upload]
 
-    def serve(self, model: Model, now: Moment) -> Program:
+    def personalize(self, ctx: fl.RoundContext) -> fl.Program:
         """Use one's own v and a with the current w."""
         return [take_both, all_mine]
 
-    def _step(self, model: Model, client: Client, batch: Batch) -> Client:
+    def _step(self, model: fl.Model, client: fl.Client, batch: fl.Batch) -> fl.Client:
         """Algorithm 1's local steps on one batch: w on its own loss, v on the mixture's, and a if it is time."""
-        published, mix = self.mode == "as-published", client.work["mix"]
-        shared_gradient = grad(lambda w: _loss(model.logits(w, batch.x), batch))(client.work["shared"])
-        client = _descend(client, "shared", shared_gradient)
+        published, mix = self.mode == "as-published", client.scratch["mix"]
+        shared_gradient = grad(lambda w: _loss(model.logits(w, batch.x), batch))(client.scratch["shared"])
+        client = _sgd_step(client, "shared", shared_gradient)
 
         def loss(own: Tensor, shared: Tensor) -> Tensor:
             return _loss(_blend(mix, model.logits(own, batch.x), model.logits(shared, batch.x)), batch)
 
-        models = client.theta, client.work["shared"]
+        models = client.theta, client.scratch["shared"]
         if self.adaptive == "off" or published:
             own_gradient = grad(loss)(*models)
         else:
             own_gradient, shared_gradient = grad(loss, argnums=(0, 1))(*models)
-        client = _descend(client, "theta", own_gradient)
+        client = _sgd_step(client, "theta", own_gradient)
         if published:
-            client = _descend(client, "shared", shared_gradient)
+            client = _sgd_step(client, "shared", shared_gradient)
         elif self.adaptive == "off":
             return client
         towards = mix * own_gradient + (1 - mix) * shared_gradient
-        slope = ((client.theta - client.work["shared"]) * towards).sum() + _DECAY * mix
-        moved = (mix - client.hp["lr"] * slope).clamp(0, 1)
+        slope = ((client.theta - client.scratch["shared"]) * towards).sum() + _DECAY * mix
+        moved = (mix - client.hparams["lr"] * slope).clamp(0, 1)
         return client.set(mix=torch.where((batch.epoch if published else batch.step) == 0, moved, mix))

@@ -21,57 +21,41 @@ from torch import Tensor
 from torch.func import grad
 from torch.nn import functional
 
-from fedobp.algorithms.base import (
-    Batch,
-    Client,
-    Moment,
-    Program,
-    Record,
-    Sparse,
-    Start,
-    Sweep,
-    Tensors,
-    Train,
-    average,
-    dense,
-    option,
-    to_all,
-)
+from fedobp import method as fl
 from fedobp.algorithms.fedavg import keep_and_upload
 from fedobp.algorithms.fedobp import FedOBP
 from fedobp.errors import FedobpError
 from fedobp.importance import above, smooth, squared_gradients
 from fedobp.keys import Purpose, fold, uniform
-from fedobp.models import Model
 
 
-def draw(now: Moment, like: Tensor) -> Tensor:
+def draw(ctx: fl.RoundContext, like: Tensor) -> Tensor:
     """Return a random score for every entry of [clients, N], evenly spread between -1 and 0.
 
     Floats are finest near 0: there, where the threshold is, hardly any two of a model's entries tie.
     """
-    keys = fold(now.seed, now.round, now.cohort, Purpose.SCORE).to(like.device)
+    keys = fold(ctx.seed, ctx.round, ctx.cohort, Purpose.SCORE).to(like.device)
     return -uniform(keys[:, None], like.shape[1]).to(like.dtype)
 
 
-def take_own(model: Model, client: Client) -> Client:
+def take_own(model: fl.Model, client: fl.Client) -> fl.Client:
     """Lay out the client's own last model, of which the samples will tell what is important."""
-    return client.set(theta=client.own["theta"], score=torch.zeros_like(client.own["theta"]))
+    return client.set(theta=client.state["theta"], score=torch.zeros_like(client.state["theta"]))
 
 
-def add_squares(model: Model, client: Client, batch: Batch) -> Client:
+def add_squares(model: fl.Model, client: fl.Client, batch: fl.Batch) -> fl.Client:
     """Eq. 6 as its authors' code has it: add the squared gradients of single samples."""
-    return client.set(score=client.work["score"] + squared_gradients(model, client.theta, batch))
+    return client.set(score=client.scratch["score"] + squared_gradients(model, client.theta, batch))
 
 
-def add_gradient(model: Model, client: Client, batch: Batch) -> Client:
+def add_gradient(model: fl.Model, client: fl.Client, batch: fl.Batch) -> fl.Client:
     """Eq. 6 as printed: add the gradients of single samples; the square comes last."""
 
     def loss(theta: Tensor) -> Tensor:
         each = functional.cross_entropy(model.logits(theta, batch.x), batch.y, reduction="none")
         return (each * batch.weight).sum()
 
-    return client.set(score=client.work["score"] + grad(loss)(client.theta))
+    return client.set(score=client.scratch["score"] + grad(loss)(client.theta))
 
 
 STEPS = {"fisher": add_squares, "fisher-batch": add_gradient, "obd": add_squares}  # scores that need samples
@@ -85,13 +69,13 @@ class Decoupled(FedOBP):
     summary: ClassVar[str] = "FedOBP's scheme with other importance scores, and quantiles over all entries or by tensor"
     paper: ClassVar[str] = "FedOBP's comparison of importance scores, with everything but the score the same"
 
-    score: str = option(
+    score: str = fl.option(
         "squared",
         "squared (eq. 19), product, gradient (eq. 5), fisher, fisher-batch (eq. 6), obd (eq. 13), taylor (eq. 16), "
         "magnitude, random",
         choices=("squared", "product", "gradient", *STEPS, "taylor", "magnitude", "random"),
     )
-    pool: str = option(
+    pool: str = fl.option(
         "global",
         "one quantile over all entries, which is FedOBP's, or one in each tensor",
         choices=("global", "tensor"),
@@ -110,36 +94,36 @@ class Decoupled(FedOBP):
         """Whether a score needs the client's samples."""
         return self.score in STEPS
 
-    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+    def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
         """Whoever scores holds the records: the server as in FedOBP, or the client."""
-        start = super().begin(model, theta, seed)
+        start = super().init(model, theta, seed)
         if self.at_client:
-            return Start(start.server, row={}, own=start.row)
+            return fl.InitialState(start.server, record={}, state=start.record)
         moved = {"moved": torch.zeros_like(theta)} if self.score == "gradient" else {}
-        return Start(start.server, {**start.row, **moved}, start.own)
+        return fl.InitialState(start.server, {**start.record, **moved}, start.state)
 
-    def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
+    def download(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> tuple[fl.Record, fl.Tensors]:
         """Eq. 7 and 8: send what is shared; everything, if the client is to score."""
         if self.at_client:
-            return {"theta": to_all(server["theta"], now)}, rows
-        down, rows = super().send(model, now, server, rows)
+            return {"theta": fl.broadcast(server["theta"], ctx)}, records
+        download, records = super().download(ctx, server, records)
         if self.score == "gradient":
-            shared = down["theta"]
-            assert isinstance(shared, Sparse)
-            rows = {**rows, "begun": shared.fill(rows["theta"])}  # until the upload comes
-        return down, rows
+            shared = download["theta"]
+            assert isinstance(shared, fl.Sparse)
+            records = {**records, "begun": shared.fill(records["theta"])}  # until the upload comes
+        return download, records
 
-    def scores(self, now: Moment, server: Tensors, rows: Tensors) -> Tensor:
+    def scores(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> Tensor:
         """Eq. 5, eq. 19, and what to compare them with."""
         if self.score == "gradient":
-            return rows["moved"]
+            return records["moved"]
         if self.score == "magnitude":
-            return rows["theta"].abs()
+            return records["theta"].abs()
         if self.score == "taylor":
-            if now.pooled is None:
+            if ctx.global_gradient is None:
                 raise FedobpError("score=taylor needs everybody's data, which only a simulation has: use another score")
-            return (now.pooled(rows["theta"]) * (server["theta"] - rows["theta"])).abs()
-        return draw(now, rows["theta"]) if self.score == "random" else super().scores(now, server, rows)
+            return (ctx.global_gradient(records["theta"]) * (server["theta"] - records["theta"])).abs()
+        return draw(ctx, records["theta"]) if self.score == "random" else super().scores(ctx, server, records)
 
     def _above(self, score: Tensor, sizes: Sequence[int]) -> Tensor:
         if self.pool == "global":
@@ -147,39 +131,39 @@ class Decoupled(FedOBP):
         pieces = self._normalised(score, sizes).split(list(sizes), dim=-1)
         return torch.cat([above(piece, self.q) for piece in pieces], dim=-1)
 
-    def local(self, model: Model, now: Moment) -> Program:
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """Eq. 9 and 10: merge, train every entry, upload every entry."""
         if self.at_client:
-            return [*self.serve(model, now), Train(now.epochs), keep_and_upload]
-        return super().local(model, now)
+            return [*self.personalize(ctx), fl.Train(ctx.epochs), keep_and_upload]
+        return super().client_update(ctx)
 
-    def receive(
-        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
-    ) -> tuple[Tensors, Tensors]:
+    def aggregate(
+        self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
+    ) -> tuple[fl.Tensors, fl.Tensors]:
         """Eq. 11: average; for eq. 5, note how far each entry moved."""
         if self.at_client:
-            return {"theta": average(dense(up, "theta"), n)}, rows
-        server, rows = super().receive(model, now, server, rows, up, n)
+            return {"theta": update.mean("theta")}, records
+        server, records = super().aggregate(ctx, server, records, update)
         if self.score == "gradient":
-            rows["moved"] = (rows.pop("begun") - rows["theta"]).abs()
-        return server, rows
+            records["moved"] = (records.pop("begun") - records["theta"]).abs()
+        return server, records
 
-    def serve(self, model: Model, now: Moment) -> Program:
+    def personalize(self, ctx: fl.RoundContext) -> fl.Program:
         """Eq. 9: use the merged model, after scoring one's own last one if that is the client's work."""
         if not self.at_client:
-            return super().serve(model, now)
-        return [take_own, Sweep(STEPS[self.score], per_sample=self.score != "fisher-batch"), self._merge]
+            return super().personalize(ctx)
+        return [take_own, fl.Sweep(STEPS[self.score], per_sample=self.score != "fisher-batch"), self._merge]
 
-    def _merge(self, model: Model, client: Client) -> Client:
+    def _merge(self, model: fl.Model, client: fl.Client) -> fl.Client:
         """Eq. 7 and 9 on the client, whose record is `own`; without samples all scores are 0, and nothing is kept."""
-        own, score = client.own, client.work["score"] / client.data["n"].clamp(min=1)
+        state, score = client.state, client.scratch["score"] / client.data["n"].clamp(min=1)
         if self.score == "fisher-batch":
             score = score.square()
         elif self.score == "obd":
-            score = score * own["theta"].square() / 2
-        has_model = own["seen"] if self.start == "global" else torch.ones_like(own["seen"])
+            score = score * state["theta"].square() / 2
+        has_model = state["seen"] if self.start == "global" else torch.ones_like(state["seen"])
         if self.ema > 0:
-            score = smooth(score, own["score"], own["scored"], self.ema)
+            score = smooth(score, state["score"], state["scored"], self.ema)
             client = client.remember(score=score, scored=has_model)
         mine = self.personal(model, score) & has_model
-        return client.set(theta=torch.where(mine, own["theta"], dense(client.down, "theta")), mine=mine)
+        return client.set(theta=torch.where(mine, state["theta"], fl.dense(client.download, "theta")), mine=mine)

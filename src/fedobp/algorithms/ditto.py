@@ -13,25 +13,24 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedobp.algorithms.base import Client, Moment, Program, Start, Train, dense, option
+from fedobp import method as fl
 from fedobp.algorithms.fedavg import FedAvg, all_mine
-from fedobp.models import Model
 
 
-def take_both(model: Model, client: Client) -> Client:
+def take_both(model: fl.Model, client: fl.Client) -> fl.Client:
     """Lay out the global model, a copy of it to be pulled to, and the client's own."""
-    received = dense(client.down, "theta")
-    return client.set(theta=received, received=received, personal=client.own["personal"])
+    received = fl.dense(client.download, "theta")
+    return client.set(theta=received, received=received, personal=client.state["personal"])
 
 
-def keep_and_upload(model: Model, client: Client) -> Client:
+def keep_and_upload(model: fl.Model, client: fl.Client) -> fl.Client:
     """Keep the personal model, send the other."""
-    return client.remember(personal=client.work["personal"]).upload(theta=client.theta)
+    return client.remember(personal=client.scratch["personal"]).send(theta=client.theta)
 
 
-def take_personal(model: Model, client: Client) -> Client:
+def take_personal(model: fl.Model, client: fl.Client) -> fl.Client:
     """Use the personal model."""
-    return client.set(theta=client.own["personal"])
+    return client.set(theta=client.state["personal"])
 
 
 @dataclass(frozen=True)
@@ -42,18 +41,20 @@ class Ditto(FedAvg):
     summary: ClassVar[str] = "FedAvg beside a personal model that each client trains near the global one"
     paper: ClassVar[str] = "Li et al., Ditto: Fair and Robust FL Through Personalization, ICML 2021"
 
-    lam: float = option(1.0, "strength of the pull to the global model; 1 is the authors' scripts'", low=0)
-    personal_epochs: int = option(1, "epochs of the personal model, beside the local epochs; the frameworks' 1", low=0)
+    lam: float = fl.option(1.0, "strength of the pull to the global model; 1 is the authors' scripts'", low=0)
+    personal_epochs: int = fl.option(
+        1, "epochs of the personal model, beside the local epochs; the frameworks' 1", low=0
+    )
 
-    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+    def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
         """Each client holds a personal model, which starts at theta^0."""
-        return Start(server={"theta": theta}, row={}, own={"personal": theta})
+        return fl.InitialState(server={"theta": theta}, record={}, state={"personal": theta})
 
-    def local(self, model: Model, now: Moment) -> Program:
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """Train the global model, then the personal one."""
-        personal = Train(self.personal_epochs, learn=("personal",), pull=("received", "lam"))
-        return [take_both, Train(now.epochs), personal, keep_and_upload]
+        personal = fl.Train(self.personal_epochs, learn=("personal",), pull=("received", "lam"))
+        return [take_both, fl.Train(ctx.epochs), personal, keep_and_upload]
 
-    def serve(self, model: Model, now: Moment) -> Program:
+    def personalize(self, ctx: fl.RoundContext) -> fl.Program:
         """Use the personal model."""
         return [take_personal, all_mine]

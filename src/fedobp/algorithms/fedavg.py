@@ -12,65 +12,51 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedobp.algorithms.base import (
-    Client,
-    Method,
-    Moment,
-    Program,
-    Record,
-    Start,
-    Tensors,
-    Train,
-    average,
-    dense,
-    option,
-    to_all,
-)
-from fedobp.models import Model
+from fedobp import method as fl
 
 
-def take_global(model: Model, client: Client) -> Client:
+def take_global(model: fl.Model, client: fl.Client) -> fl.Client:
     """Start from the downloaded model."""
-    return client.set(theta=dense(client.down, "theta"))
+    return client.set(theta=fl.dense(client.download, "theta"))
 
 
-def upload_model(model: Model, client: Client) -> Client:
+def upload_model(model: fl.Model, client: fl.Client) -> fl.Client:
     """Send the trained model."""
-    return client.upload(theta=client.theta)
+    return client.send(theta=client.theta)
 
 
 @dataclass(frozen=True)
-class FedAvg(Method):
+class FedAvg(fl.Method):
     """One model for everyone."""
 
     name: ClassVar[str] = "fedavg"
     summary: ClassVar[str] = "one global model for everyone: the sample-weighted mean of the clients' models"
     paper: ClassVar[str] = "McMahan et al., Communication-Efficient Learning of Deep Networks, AISTATS 2017"
 
-    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+    def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
         """Only the global model exists."""
-        return Start(server={"theta": theta}, row={}, own={})
+        return fl.InitialState(server={"theta": theta}, record={}, state={})
 
-    def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
+    def download(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> tuple[fl.Record, fl.Tensors]:
         """Send the global model to everyone."""
-        return {"theta": to_all(server["theta"], now)}, rows
+        return {"theta": fl.broadcast(server["theta"], ctx)}, records
 
-    def local(self, model: Model, now: Moment) -> Program:
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """Train the global model and send it back."""
-        return [take_global, Train(now.epochs), upload_model]
+        return [take_global, fl.Train(ctx.epochs), upload_model]
 
-    def receive(
-        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
-    ) -> tuple[Tensors, Tensors]:
+    def aggregate(
+        self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
+    ) -> tuple[fl.Tensors, fl.Tensors]:
         """Eq. 2: average."""
-        return {"theta": average(dense(up, "theta"), n)}, rows
+        return {"theta": update.mean("theta")}, records
 
-    def serve(self, model: Model, now: Moment) -> Program:
+    def personalize(self, ctx: fl.RoundContext) -> fl.Program:
         """Use the global model as it is."""
         return [take_global]
 
 
-def all_mine(model: Model, client: Client) -> Client:
+def all_mine(model: fl.Model, client: fl.Client) -> fl.Client:
     """Mark every entry as the client's own."""
     return client.set(mine=torch.ones_like(client.theta, dtype=torch.bool))
 
@@ -83,22 +69,22 @@ class FedAvgFT(FedAvg):
     summary: ClassVar[str] = "FedAvg whose global model each client fine-tunes on its own data before use"
     paper: ClassVar[str] = "Yu et al., Salvaging Federated Learning by Local Adaptation, 2020"
 
-    finetune: int = option(5, "epochs of fine-tuning before use; 5 is the protocol's local budget", low=0)
+    finetune: int = fl.option(5, "epochs of fine-tuning before use; 5 is the protocol's local budget", low=0)
 
-    def serve(self, model: Model, now: Moment) -> Program:
+    def personalize(self, ctx: fl.RoundContext) -> fl.Program:
         """Train the global model a little; the result is not stored."""
-        return [take_global, Train(self.finetune), all_mine]
+        return [take_global, fl.Train(self.finetune), all_mine]
 
 
-def keep_and_upload(model: Model, client: Client) -> Client:
+def keep_and_upload(model: fl.Model, client: fl.Client) -> fl.Client:
     """Keep the trained model, and send it."""
-    return upload_model(model, client.remember(theta=client.theta, seen=torch.ones_like(client.own["seen"])))
+    return upload_model(model, client.remember(theta=client.theta, seen=torch.ones_like(client.state["seen"])))
 
 
-def take_last(model: Model, client: Client) -> Client:
+def take_last(model: fl.Model, client: fl.Client) -> fl.Client:
     """Use the model of the last visit; a client that was never selected uses the global one."""
-    seen, shared = client.own["seen"], dense(client.down, "theta")
-    return client.set(theta=torch.where(seen, client.own["theta"], shared), mine=seen.expand_as(shared))
+    seen, shared = client.state["seen"], fl.dense(client.download, "theta")
+    return client.set(theta=torch.where(seen, client.state["theta"], shared), mine=seen.expand_as(shared))
 
 
 @dataclass(frozen=True)
@@ -108,16 +94,16 @@ class FedAvgLast(FedAvg):
     name: ClassVar[str] = "fedavg-last"
     summary: ClassVar[str] = "FedAvg in which each client uses the model that it last trained itself"
     paper: ClassVar[str] = "no paper: the baseline that costs nothing, and that comparisons leave out"
+    keeps_last_model: ClassVar[bool] = True
 
-    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+    def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
         """Each client holds its last model, once it has one."""
-        never = theta.new_zeros((), dtype=torch.bool)
-        return Start(server={"theta": theta}, row={}, own={"theta": theta, "seen": never})
+        return fl.InitialState(server={"theta": theta}, record={}, state=fl.last_model(theta))
 
-    def local(self, model: Model, now: Moment) -> Program:
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """As FedAvg, and keep the result."""
-        return [take_global, Train(now.epochs), keep_and_upload]
+        return [take_global, fl.Train(ctx.epochs), keep_and_upload]
 
-    def serve(self, model: Model, now: Moment) -> Program:
+    def personalize(self, ctx: fl.RoundContext) -> fl.Program:
         """Use the last local model."""
         return [take_last]

@@ -7,27 +7,26 @@ federation. A client fine-tunes the model on its own data before use; nothing of
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
-from fedobp.algorithms.base import Moment, Part, Program, Train, option
+from fedobp import method as fl
 from fedobp.algorithms.fedavg import all_mine
-from fedobp.algorithms.parts import Parted
-from fedobp.models import Model
+from fedobp.algorithms.partial_sharing import PartialSharing
 
 
 @dataclass(frozen=True)
-class FedBABU(Parted):
+class FedBABU(PartialSharing):
     """A shared base under a head that is frozen until use."""
 
     name: ClassVar[str] = "fedbabu"
     summary: ClassVar[str] = "only the base is trained and shared; each client fine-tunes the model before use"
     paper: ClassVar[str] = "Oh et al., FedBABU, ICLR 2022"
 
-    finetune: int = option(5, "epochs of fine-tuning before use; 5 is the authors' default", low=0)
-    tune: str = option("all", "what is fine-tuned", choices=("all", "head", "base"))
+    finetune: int = fl.option(5, "epochs of fine-tuning before use; 5 is the authors' default", low=0)
+    tune: str = fl.option("all", "what is fine-tuned", choices=("all", "head", "base"))
 
-    def local(self, model: Model, now: Moment) -> Program:
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """Train the base alone."""
-        return [self.take, Train(now.epochs, part="base"), self.keep]
+        return [self.take, fl.Train(ctx.epochs, part="base"), self.keep]
 
-    def serve(self, model: Model, now: Moment) -> Program:
+    def personalize(self, ctx: fl.RoundContext) -> fl.Program:
         """Fine-tune, and use what comes of it."""
-        return [self.take, Train(self.finetune, part=cast(Part, self.tune)), all_mine]
+        return [self.take, fl.Train(self.finetune, part=cast(fl.Part, self.tune)), all_mine]

@@ -11,26 +11,26 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedobp.algorithms.base import Start
-from fedobp.algorithms.parts import Parted
-from fedobp.models import Inside, Model
+from fedobp import method as fl
+from fedobp.algorithms.partial_sharing import PartialSharing
+from fedobp.models import Inside
 
 
 @dataclass(frozen=True)
-class FedBN(Parted):
+class FedBN(PartialSharing):
     """FedAvg with private BatchNorm layers."""
 
     name: ClassVar[str] = "fedbn"
     summary: ClassVar[str] = "FedAvg whose BatchNorm layers stay on the client; on a model without any it is FedAvg"
     paper: ClassVar[str] = "Li et al., FedBN, ICLR 2021"
 
-    def shares(self, model: Model) -> Inside:
+    def shares(self, model: fl.Model) -> Inside:
         """Share all but the norms."""
         return lambda name: not model.layout.in_norm(name)
 
-    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+    def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
         """Each client holds its norms; if there are none, say so."""
-        start = super().begin(model, theta, seed)
-        if not start.own["private"].numel():
+        start = super().init(model, theta, seed)
+        if not start.state["private"].numel():
             warnings.warn(f"'{model.name}' has no BatchNorm, so fedbn is fedavg: use --model cnn-bn", stacklevel=2)
         return start

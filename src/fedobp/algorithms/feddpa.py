@@ -23,150 +23,130 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from fedobp.algorithms.base import (
-    Batch,
-    Client,
-    Moment,
-    Program,
-    Record,
-    Start,
-    Sweep,
-    Tensors,
-    Train,
-    dense,
-    option,
-    to_all,
-)
+from fedobp import method as fl
 from fedobp.algorithms.fedavg import FedAvg, keep_and_upload
-from fedobp.algorithms.turns import after_turn, before_turns, round_start
+from fedobp.algorithms.sequential import SequentialAsPublished, after_client, round_start, server_before
 from fedobp.importance import above, scale_layers, squared_gradients
-from fedobp.models import Model
 
 
-def take_theta(model: Model, client: Client) -> Client:
+def take_theta(model: fl.Model, client: fl.Client) -> fl.Client:
     """Lay out the global model."""
-    return client.set(received=dense(client.down, "theta"))
+    return client.set(received=fl.dense(client.download, "theta"))
 
 
-def take_start(model: Model, client: Client) -> Client:
+def take_start(model: fl.Model, client: fl.Client) -> fl.Client:
     """Lay out the global model as it was when the round began."""
-    return client.set(received=dense(client.down, "start"))
+    return client.set(received=fl.dense(client.download, "start"))
 
 
-def take_own(model: Model, client: Client) -> Client:
+def take_own(model: fl.Model, client: fl.Client) -> fl.Client:
     """Lay out the client's last model, which is to be kept in part, and measured."""
-    received = client.work["received"]
-    last = torch.where(client.own["seen"], client.own["theta"], received)
+    received = client.scratch["received"]
+    last = torch.where(client.state["seen"], client.state["theta"], received)
     return client.set(theta=last, last=last, fisher=torch.zeros_like(last))
 
 
-def take_workers(model: Model, client: Client) -> Client:
+def take_workers(model: fl.Model, client: fl.Client) -> fl.Client:
     """Lay out the client's last model, which is to be kept in part, and the worker's, which is measured."""
-    last = client.own["theta"]
-    return client.set(theta=dense(client.down, "worker"), last=last, fisher=torch.zeros_like(last))
+    last = client.state["theta"]
+    return client.set(theta=fl.dense(client.download, "worker"), last=last, fisher=torch.zeros_like(last))
 
 
-def measure(model: Model, client: Client, batch: Batch) -> Client:
+def measure(model: fl.Model, client: fl.Client, batch: fl.Batch) -> fl.Client:
     """Add a batch to the Fisher information's diagonal; its mean is its sum, once it is scaled."""
-    return client.set(fisher=client.work["fisher"] + squared_gradients(model, client.theta, batch))
+    return client.set(fisher=client.scratch["fisher"] + squared_gradients(model, client.theta, batch))
 
 
-def _fit(model: Model, client: Client, batch: Batch) -> Tensor:
-    return batch.mean(functional.cross_entropy(model.logits(client.theta, batch.x), batch.y, reduction="none"))
+def _fit(model: fl.Model, client: fl.Client, batch: fl.Batch) -> Tensor:
+    return batch.cross_entropy(model.logits(client.theta, batch.x))
 
 
-def _distance(model: Model, client: Client) -> Tensor:
+def _distance(model: fl.Model, client: fl.Client) -> Tensor:
     """Return the sum over tensors of the norm of what lies between the model and the global one."""
-    apart = client.theta - client.work["received"]
+    apart = client.theta - client.scratch["received"]
     return torch.stack([piece.norm() for piece in apart.split(list(model.layout.sizes))]).sum()
 
 
-def personal_loss(model: Model, client: Client, batch: Batch) -> Tensor:
+def personal_loss(model: fl.Model, client: fl.Client, batch: fl.Batch) -> Tensor:
     """R1: the cross-entropy and lambda_1 / 2 times the distance from the global model."""
-    return _fit(model, client, batch) + client.hp["near"] / 2 * _distance(model, client)
+    return _fit(model, client, batch) + client.hparams["near"] / 2 * _distance(model, client)
 
 
-def shared_loss(model: Model, client: Client, batch: Batch) -> Tensor:
+def shared_loss(model: fl.Model, client: fl.Client, batch: fl.Batch) -> Tensor:
     """R2: the cross-entropy and lambda_2 / 2 times how far that distance is from the bound C."""
-    apart = (_distance(model, client) - client.hp["bound"]).abs()
-    return _fit(model, client, batch) + client.hp["level"] / 2 * apart
+    apart = (_distance(model, client) - client.hparams["bound"]).abs()
+    return _fit(model, client, batch) + client.hparams["level"] / 2 * apart
 
 
-FISHER = Sweep(measure, per_sample=True)
+FISHER = fl.Sweep(measure, per_sample=True)
 
 
 @dataclass(frozen=True)
-class FedDPA(FedAvg):
+class FedDPA(SequentialAsPublished, FedAvg):
     """A shared model, of which each client keeps the entries that its data know most about."""
 
     name: ClassVar[str] = "feddpa"
     summary: ClassVar[str] = "clients keep entries of high Fisher information and train the two kinds in turn"
     paper: ClassVar[str] = "Yang et al., Dynamic Personalized FL with Adaptive Differential Privacy, NeurIPS 2023"
+    keeps_last_model: ClassVar[bool] = True
 
-    threshold: float = option(
+    threshold: float = fl.option(
         0.4, "scaled information above which an entry is personal, the authors'; a quantile as-published", low=0, high=1
     )
-    near: float = option(0.1, "lambda_1, pull to the global model in the personal phase; the authors' own", low=0)
-    level: float = option(0.05, "lambda_2, pull to the bound in the shared phase; the authors' own", low=0)
-    bound: float = option(0.5, "C, the distance from the global model that is aimed at; the authors' own", low=0)
-    mode: str = option(
-        "faithful",
-        "two phases by own information, or (as-published) one, by that of the client before",
-        choices=("faithful", "as-published"),
-    )
+    near: float = fl.option(0.1, "lambda_1, pull to the global model in the personal phase; the authors' own", low=0)
+    level: float = fl.option(0.05, "lambda_2, pull to the bound in the shared phase; the authors' own", low=0)
+    bound: float = fl.option(0.5, "C, the distance from the global model that is aimed at; the authors' own", low=0)
+    mode: str = fl.mode_option("two phases by own information, or (as-published) one, by that of the client before")
 
-    @property
-    def together(self) -> bool:
-        """The worker's model goes from client to client."""
-        return self.mode == "faithful"
-
-    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+    def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
         """Each client holds its last model."""
-        own = {"theta": theta, "seen": theta.new_zeros((), dtype=torch.bool)}
-        if self.together:
-            return Start(server={"theta": theta}, row={}, own=own)
-        turns = before_turns(theta, weight=theta.new_zeros((), dtype=torch.int64))
-        return Start(server={**turns, "worker": theta}, row={}, own=own)
+        state = fl.last_model(theta)
+        if not self.sequential:
+            return fl.InitialState(server={"theta": theta}, record={}, state=state)
+        sequence = server_before(theta, weight=theta.new_zeros((), dtype=torch.int64))
+        return fl.InitialState(server={**sequence, "worker": theta}, record={}, state=state)
 
-    def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
+    def download(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> tuple[fl.Record, fl.Tensors]:
         """Send the global model."""
-        down, rows = super().send(model, now, server, rows)
-        if not self.together:
-            down |= {"start": to_all(round_start(server, now), now), "worker": to_all(server["worker"], now)}
-        return down, rows
+        download, records = super().download(ctx, server, records)
+        if self.sequential:
+            download |= {
+                "start": fl.broadcast(round_start(server, ctx), ctx),
+                "worker": fl.broadcast(server["worker"], ctx),
+            }
+        return download, records
 
-    def local(self, model: Model, now: Moment) -> Program:
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """Measure, merge, train the personal entries and then the shared ones; send all."""
-        if not self.together:
-            return [take_start, take_workers, FISHER, self._merge, Train(now.epochs), keep_and_upload]
+        if self.sequential:
+            return [take_start, take_workers, FISHER, self._merge, fl.Train(ctx.epochs), keep_and_upload]
         phases = (
-            Train(now.epochs, mask="personal", loss=personal_loss),
-            Train(now.epochs, mask="shared", loss=shared_loss),
+            fl.Train(ctx.epochs, mask="personal", loss=personal_loss),
+            fl.Train(ctx.epochs, mask="shared", loss=shared_loss),
         )
         return [take_theta, take_own, FISHER, self._merge, *phases, keep_and_upload]
 
-    def receive(
-        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
-    ) -> tuple[Tensors, Tensors]:
+    def aggregate(
+        self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
+    ) -> tuple[fl.Tensors, fl.Tensors]:
         """Average; where clients take turns, the mean grows with each, and the worker keeps what it has trained."""
-        if self.together:
-            return super().receive(model, now, server, rows, up, n)
-        [theta], [samples] = dense(up, "theta"), n
-        return {**after_turn(server, now, theta, samples), "worker": theta}, rows
+        if not self.sequential:
+            return super().aggregate(ctx, server, records, update)
+        [theta], [samples] = update.dense("theta"), update.n
+        return {**after_client(server, ctx, theta, samples), "worker": theta}, records
 
-    def serve(self, model: Model, now: Moment) -> Program:
+    def personalize(self, ctx: fl.RoundContext) -> fl.Program:
         """Measure and merge."""
-        return [take_theta, take_own if self.together else take_workers, FISHER, self._merge]
+        return [take_theta, take_workers if self.sequential else take_own, FISHER, self._merge]
 
-    def _merge(self, model: Model, client: Client) -> Client:
+    def _merge(self, model: fl.Model, client: fl.Client) -> fl.Client:
         """Keep one's own values where the information is high; without samples there is none."""
         sizes = model.layout.sizes
-        fisher, last, received = (client.work[name] for name in ("fisher", "last", "received"))
-        if self.together:
-            personal = scale_layers(fisher, sizes) > client.hp["threshold"]
+        fisher, last, received = (client.scratch[name] for name in ("fisher", "last", "received"))
+        if not self.sequential:
+            personal = scale_layers(fisher, sizes) > client.hparams["threshold"]
         else:
             personal = torch.cat([above(piece, self.threshold) for piece in fisher.split(list(sizes))])
-        mine = personal & client.own["seen"] if self.together else personal
+        mine = personal if self.sequential else personal & client.state["seen"]
         return client.set(theta=torch.where(personal, last, received), mine=mine, personal=personal, shared=~personal)

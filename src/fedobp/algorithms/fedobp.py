@@ -15,87 +15,73 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedobp.algorithms.base import (
-    Client,
-    Method,
-    Moment,
-    Program,
-    Record,
-    Sparse,
-    Start,
-    Tensors,
-    Train,
-    average,
-    dense,
-    option,
-    to_all,
-)
+from fedobp import method as fl
 from fedobp.importance import SCORES, above, scale_global, scale_layers, smooth
-from fedobp.models import Model, is_statistic
+from fedobp.models import is_statistic
 
 
-def merge(model: Model, client: Client) -> Client:
+def merge(model: fl.Model, client: fl.Client) -> fl.Client:
     """Eq. 9: the shared values where they were sent, the client's own last local values elsewhere."""
-    shared = client.down["theta"]
-    assert isinstance(shared, Sparse)
-    return client.set(theta=shared.fill(client.own["theta"]), mine=~shared.keep)
+    shared = client.download["theta"]
+    assert isinstance(shared, fl.Sparse)
+    return client.set(theta=shared.fill(client.state["theta"]), mine=~shared.keep)
 
 
-def keep_and_upload(model: Model, client: Client) -> Client:
+def keep_and_upload(model: fl.Model, client: fl.Client) -> fl.Client:
     """Keep the trained model, and send all of it."""
-    return client.remember(theta=client.theta).upload(theta=client.theta)
+    return client.remember(theta=client.theta).send(theta=client.theta)
 
 
 @dataclass(frozen=True)
-class FedOBP(Method):
+class FedOBP(fl.Method):
     """A shared model with a few personal entries per client, chosen by importance."""
 
     name: ClassVar[str] = "fedobp"
     summary: ClassVar[str] = "a shared model, of which each client keeps the few entries that moved furthest from it"
     paper: ClassVar[str] = "FedOBP: Federated Optimal Brain Personalization through Cloud-Edge Element-wise Decoupling"
+    keeps_last_model: ClassVar[bool] = True
 
-    q: float = option(
+    q: float = fl.option(
         0.999, "share of entries below the threshold; the paper's value for its datasets with `cnn`", low=0.0, high=1.0
     )
-    score: str = option(
+    score: str = fl.option(
         "squared", "squared: eq. 19; product: |(own - global) * own|, as in the released code", choices=tuple(SCORES)
     )
-    norm: str = option(
+    norm: str = fl.option(
         "none", "min-max over all entries (global) or within each tensor (layer)", choices=("none", "layer", "global")
     )
-    scope: str = option(
+    scope: str = fl.option(
         "all", "which entries compete: all, or those of the classifier alone", choices=("all", "classifier")
     )
-    ema: float = option(0.0, "weight of a client's earlier scores; 0, the paper's, is off", low=0.0, high=1.0)
-    start: str = option(
+    ema: float = fl.option(0.0, "weight of a client's earlier scores; 0, the paper's, is off", low=0.0, high=1.0)
+    start: str = fl.option(
         "global",
         "a client without an upload uses the global model (global), or counts theta^0 as its last model (literal)",
         choices=("global", "literal"),
     )
 
-    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+    def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
         """Row and own hold the same last model: the server scores what the client will merge."""
-        never = theta.new_zeros((), dtype=torch.bool)
-        row = {"theta": theta, "seen": never}
+        record = fl.last_model(theta)
         if self.ema > 0:
-            row |= {"score": torch.zeros_like(theta), "scored": never}
-        return Start(server={"theta": theta}, row=row, own={"theta": theta})
+            record |= {"score": torch.zeros_like(theta), "scored": record["seen"]}
+        return fl.InitialState(server={"theta": theta}, record=record, state={"theta": theta})
 
-    def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
+    def download(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> tuple[fl.Record, fl.Tensors]:
         """Eq. 19, 7 and 8: score, choose the personal set, send the rest."""
-        score = self.scores(now, server, rows)
-        has_model = rows["seen"] if self.start == "global" else torch.ones_like(rows["seen"])
+        score = self.scores(ctx, server, records)
+        has_model = records["seen"] if self.start == "global" else torch.ones_like(records["seen"])
         if self.ema > 0:
-            score = smooth(score, rows["score"], rows["scored"], self.ema)
-            rows = {**rows, "score": score, "scored": has_model}
-        personal = self.personal(model, score) & has_model[:, None]
-        return {"theta": Sparse(to_all(server["theta"], now), ~personal)}, rows
+            score = smooth(score, records["score"], records["scored"], self.ema)
+            records = {**records, "score": score, "scored": has_model}
+        personal = self.personal(ctx.model, score) & has_model[:, None]
+        return {"theta": fl.Sparse(fl.broadcast(server["theta"], ctx), ~personal)}, records
 
-    def scores(self, now: Moment, server: Tensors, rows: Tensors) -> Tensor:
+    def scores(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> Tensor:
         """Eq. 19, or the released code's: how important each entry of a client's last upload is."""
-        return SCORES[self.score](rows["theta"], server["theta"])
+        return SCORES[self.score](records["theta"], server["theta"])
 
-    def personal(self, model: Model, score: Tensor) -> Tensor:
+    def personal(self, model: fl.Model, score: Tensor) -> Tensor:
         """Return each row's personal set: the scope's pool, normalised, above its own quantile."""
         layout = model.layout
         if self.scope == "classifier":
@@ -113,18 +99,18 @@ class FedOBP(Method):
             return scale_layers(score, sizes)
         return scale_global(score) if self.norm == "global" else score
 
-    def local(self, model: Model, now: Moment) -> Program:
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """Eq. 9 and 10: merge, train every entry, upload every entry."""
-        return [merge, Train(now.epochs), keep_and_upload]
+        return [merge, fl.Train(ctx.epochs), keep_and_upload]
 
-    def receive(
-        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
-    ) -> tuple[Tensors, Tensors]:
+    def aggregate(
+        self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
+    ) -> tuple[fl.Tensors, fl.Tensors]:
         """Eq. 11: average the full models, personal entries included; remember each upload."""
-        uploads = dense(up, "theta")
-        rows = {**rows, "theta": uploads, "seen": torch.ones_like(rows["seen"])}
-        return {"theta": average(uploads, n)}, rows
+        uploads = update.dense("theta")
+        records = {**records, "theta": uploads, "seen": torch.ones_like(records["seen"])}
+        return {"theta": fl.average(uploads, update.n)}, records
 
-    def serve(self, model: Model, now: Moment) -> Program:
+    def personalize(self, ctx: fl.RoundContext) -> fl.Program:
         """Eq. 9: use the merged model."""
         return [merge]

@@ -18,56 +18,42 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
-from fedobp.algorithms.base import (
-    Batch,
-    Client,
-    Method,
-    Moment,
-    Program,
-    Record,
-    Start,
-    Sweep,
-    Tensors,
-    Train,
-    average,
-    dense,
-    option,
-    to_all,
-)
-from fedobp.models import Model
+from fedobp import method as fl
 
 _SMALLEST = 1e-3  # weights below are dropped, as the authors do
 _FLAT = 1e-9  # a slope, of 1, that counts as 0
 _RIDGE = 1e-9  # of the mean diagonal: a client with one sample has no variance at all
 
 
-def take(model: Model, client: Client) -> Client:
+def take(model: fl.Model, client: fl.Client) -> fl.Client:
     """Put the shared base and the combined head together."""
-    theta = model.layout.join(dense(client.down, "base"), dense(client.down, "head"))
+    theta = model.layout.join(fl.dense(client.download, "base"), fl.dense(client.download, "head"))
     return empty(model, client.set(theta=theta, mine=model.layout.is_head(theta.device)))
 
 
-def empty(model: Model, client: Client) -> Client:
+def empty(model: fl.Model, client: fl.Client) -> fl.Client:
     """Begin to count features."""
     weight, _ = model.head(client.theta)
     return client.set(sums=torch.zeros_like(weight), squares=client.theta.new_zeros(()))
 
 
-def tally(model: Model, client: Client, batch: Batch) -> Client:
+def tally(model: fl.Model, client: fl.Client, batch: fl.Batch) -> fl.Client:
     """Add a batch's features to the sums of their classes, and their squares."""
     features = model.features(client.theta, batch.x).to(client.theta.dtype)
     with torch.autocast(features.device.type, enabled=False):
         labels = one_hot(batch.y, model.classes).to(features.dtype) * batch.weight[:, None]
         squares = (features.square().sum(dim=1) * batch.weight).sum()
-        return client.set(sums=client.work["sums"] + labels.T @ features, squares=client.work["squares"] + squares)
+        return client.set(
+            sums=client.scratch["sums"] + labels.T @ features, squares=client.scratch["squares"] + squares
+        )
 
 
-def class_means(client: Client) -> Tensor:
+def class_means(client: fl.Client) -> Tensor:
     """Return the mean features of each class: its prototype, and 0 for a class that the client does not have."""
-    return client.work["sums"] / client.data["counts"].clamp(min=1)[:, None]
+    return client.scratch["sums"] / client.data["counts"].clamp(min=1)[:, None]
 
 
-def measure(model: Model, client: Client) -> Client:
+def measure(model: fl.Model, client: fl.Client) -> fl.Client:
     """Return what the combination of heads needs, from the received base.
 
     h_c = p_c mu_c, and v = (E|z|^2 - sum_c |h_c|^2) / n. Targets are the global prototypes, and the client's own
@@ -75,25 +61,25 @@ def measure(model: Model, client: Client) -> Client:
     """
     n, own = client.data["n"].clamp(min=1), class_means(client)
     h = own * (client.data["counts"] / n)[:, None]
-    variance = (client.work["squares"] / n - h.square().sum()) / n
-    known, shared = dense(client.down, "known"), dense(client.down, "prototypes").view_as(own)
+    variance = (client.scratch["squares"] / n - h.square().sum()) / n
+    known, shared = fl.dense(client.download, "known"), fl.dense(client.download, "prototypes").view_as(own)
     client = client.set(target=torch.where(known[:, None], shared, own))
-    return client.upload(h=h.flatten(), variance=variance)
+    return client.send(h=h.flatten(), variance=variance)
 
 
-def aligned(model: Model, client: Client, batch: Batch) -> Tensor:
+def aligned(model: fl.Model, client: fl.Client, batch: fl.Batch) -> Tensor:
     """Cross-entropy plus lam times the mean squared distance of features to their class's target."""
     weight, bias = model.head(client.theta)
     features = model.features(client.theta, batch.x)
-    away = (features - client.work["target"][batch.y]).square().mean(dim=1)
+    away = (features - client.scratch["target"][batch.y]).square().mean(dim=1)
     losses = cross_entropy(features @ weight.T + bias, batch.y, reduction="none")
-    return batch.mean(losses + client.hp["lam"] * away)
+    return batch.mean(losses + client.hparams["lam"] * away)
 
 
-def send_back(model: Model, client: Client) -> Client:
+def send_back(model: fl.Model, client: fl.Client) -> fl.Client:
     """Send the model, and the prototypes of the trained base with the number of samples behind each."""
     counts = client.data["counts"].to(client.theta.dtype)
-    return client.upload(theta=client.theta, prototypes=class_means(client).flatten(), counts=counts)
+    return client.send(theta=client.theta, prototypes=class_means(client).flatten(), counts=counts)
 
 
 def combination(h: Tensor, variance: Tensor, n: Tensor) -> Tensor:
@@ -142,50 +128,56 @@ def on_simplex(matrix: Tensor, allowed: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FedPAC(Method):
+class FedPAC(fl.Method):
     """A shared base with aligned features, and heads combined by the server."""
 
     name: ClassVar[str] = "fedpac"
     summary: ClassVar[str] = "shared base whose features are aligned by class; each head is combined from the cohort's"
     paper: ClassVar[str] = "Xu et al., Personalized FL with Feature Alignment and Classifier Collaboration, ICLR 2023"
 
-    lam: float = option(1.0, "strength of the pull to the prototypes; the authors' 1", low=0)
-    head_epochs: int = option(1, "local epochs for the head, before the base's; the authors' 1", low=0)
-    head_lr: float = option(0.1, "learning rate of the head's epochs, without a schedule; the authors' 0.1", low=0)
+    lam: float = fl.option(1.0, "strength of the pull to the prototypes; the authors' 1", low=0)
+    head_epochs: int = fl.option(1, "local epochs for the head, before the base's; the authors' 1", low=0)
+    head_lr: float = fl.option(0.1, "learning rate of the head's epochs, without a schedule; the authors' 0.1", low=0)
 
-    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+    def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
         """Each client's head starts at theta^0's, which the server's model keeps; there are no prototypes yet."""
         prototypes = torch.zeros_like(model.head(theta)[0]).flatten()
         known = theta.new_zeros(model.classes, dtype=torch.bool)
         server = {"theta": theta, "prototypes": prototypes, "known": known}
-        return Start(server=server, row={"head": model.layout.split(theta)[1]}, own={})
+        return fl.InitialState(server=server, record={"head": model.layout.split(theta)[1]}, state={})
 
-    def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
+    def download(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> tuple[fl.Record, fl.Tensors]:
         """Send the base, the prototypes, and to each its head."""
-        shared = {"base": model.layout.split(server["theta"])[0], **{k: server[k] for k in ("prototypes", "known")}}
-        return {**{name: to_all(value, now) for name, value in shared.items()}, "head": rows["head"]}, rows
+        shared = {"base": ctx.model.layout.split(server["theta"])[0], **{k: server[k] for k in ("prototypes", "known")}}
+        return {**{name: fl.broadcast(value, ctx) for name, value in shared.items()}, "head": records["head"]}, records
 
-    def local(self, model: Model, now: Moment) -> Program:
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """Measure, train the head, then the base; from round 2 on, when there are prototypes, towards them."""
-        head = min(self.head_epochs, now.epochs)
-        base = Train(now.epochs - head, part="base", loss=aligned if now.round > 1 else None)
-        first = Train(head, part="head", lr="head_lr")
-        return [take, Sweep(tally), measure, first, base, empty, Sweep(tally), send_back]
+        head = min(self.head_epochs, ctx.epochs)
+        base = fl.Train(ctx.epochs - head, part="base", loss=aligned if ctx.round > 1 else None)
+        first = fl.Train(head, part="head", lr="head_lr")
+        return [take, fl.Sweep(tally), measure, first, base, empty, fl.Sweep(tally), send_back]
 
-    def receive(
-        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
-    ) -> tuple[Tensors, Tensors]:
+    def aggregate(
+        self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
+    ) -> tuple[fl.Tensors, fl.Tensors]:
         """Average bases by samples and prototypes by samples of their class; combine heads for each client."""
-        (bases, heads), counts = model.layout.split(dense(up, "theta")), dense(up, "counts")
-        _, start = model.layout.split(server["theta"])
-        each = dense(up, "prototypes").unflatten(1, (model.classes, -1))
+        (bases, heads), counts = (
+            ctx.model.layout.split(update.dense("theta")),
+            update.dense("counts"),
+        )
+        _, start = ctx.model.layout.split(server["theta"])
+        each = update.dense("prototypes").unflatten(1, (ctx.model.classes, -1))
         known = counts.sum(dim=0) > 0
         prototypes = (each * counts[..., None]).sum(dim=0) / counts.sum(dim=0).clamp(min=1)[:, None]
-        weights = combination(dense(up, "h"), dense(up, "variance"), n).to(heads.dtype)
-        server = {"theta": model.layout.join(average(bases, n), start), "prototypes": prototypes.flatten()}
+        weights = combination(update.dense("h"), update.dense("variance"), update.n).to(heads.dtype)
+        server = {
+            "theta": ctx.model.layout.join(fl.average(bases, update.n), start),
+            "prototypes": prototypes.flatten(),
+        }
         # As differences: equal heads combine to that head, bit for bit.
         return {**server, "known": known}, {"head": heads[0] + weights @ (heads - heads[0])}
 
-    def serve(self, model: Model, now: Moment) -> Program:
+    def personalize(self, ctx: fl.RoundContext) -> fl.Program:
         """Use the current base with one's combined head."""
         return [take]

@@ -10,22 +10,20 @@ average until it has trained once.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedobp.algorithms.base import option
-from fedobp.algorithms.parts import Parted
+from fedobp import method as fl
+from fedobp.algorithms.partial_sharing import PartialSharing
 
 
 @dataclass(frozen=True)
-class FedPer(Parted):
+class FedPer(PartialSharing):
     """A shared base, a private head."""
 
     name: ClassVar[str] = "fedper"
     summary: ClassVar[str] = "shared base, private head, trained together; the head never leaves the client"
     paper: ClassVar[str] = "Arivazhagan et al., Federated Learning with Personalization Layers, 2019"
 
-    mode: str = option(
-        "faithful",
-        "a new client's head: theta^0's, or (as-published) the average of all heads, which are sent for that",
-        choices=("faithful", "as-published"),
+    mode: str = fl.mode_option(
+        "a new client's head: theta^0's, or (as-published) the average of all heads, which are sent for that"
     )
 
     @property

@@ -7,14 +7,13 @@ that is mu (theta - theta_g) to the gradient, with theta_g as received and fixed
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedobp.algorithms.base import Client, Moment, Program, Train, dense, option
+from fedobp import method as fl
 from fedobp.algorithms.fedavg import FedAvg, upload_model
-from fedobp.models import Model
 
 
-def take_and_hold(model: Model, client: Client) -> Client:
+def take_and_hold(model: fl.Model, client: fl.Client) -> fl.Client:
     """Start from the downloaded model, and keep a copy to be pulled to."""
-    received = dense(client.down, "theta")
+    received = fl.dense(client.download, "theta")
     return client.set(theta=received, received=received)
 
 
@@ -26,8 +25,8 @@ class FedProx(FedAvg):
     summary: ClassVar[str] = "FedAvg whose clients are pulled back to the model that they were sent"
     paper: ClassVar[str] = "Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020"
 
-    mu: float = option(0.01, "strength of the pull; the default of the framework behind the paper's tables", low=0)
+    mu: float = fl.option(0.01, "strength of the pull; the default of the framework behind the paper's tables", low=0)
 
-    def local(self, model: Model, now: Moment) -> Program:
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """Train the global model, held near itself."""
-        return [take_and_hold, Train(now.epochs, pull=("received", "mu")), upload_model]
+        return [take_and_hold, fl.Train(ctx.epochs, pull=("received", "mu")), upload_model]

@@ -11,11 +11,8 @@ local epochs, 4 and 1 of 5.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from fedobp.algorithms.base import Client, Moment, Program, Record, Tensors, Train, Turn, option
+from fedobp import method as fl
 from fedobp.algorithms.fedper import FedPer
-from fedobp.models import Model
 
 
 @dataclass(frozen=True)
@@ -26,27 +23,29 @@ class FedRep(FedPer):
     summary: ClassVar[str] = "shared base, private head: first the head is trained, then the base"
     paper: ClassVar[str] = "Collins et al., Exploiting Shared Representations for Personalized FL, ICML 2021"
 
-    base_epochs: int = option(1, "local epochs for the base, after the head's; 1 is the authors' own", low=0)
+    base_epochs: int = fl.option(1, "local epochs for the base, after the head's; 1 is the authors' own", low=0)
 
-    final_epochs: int = option(0, "head epochs of all clients after the last round; the authors take 10 or more", low=0)
+    final_epochs: int = fl.option(
+        0, "head epochs of all clients after the last round; the authors take 10 or more", low=0
+    )
 
-    def turns(self, round: int, rounds: int) -> tuple[Turn, ...]:
+    def cohorts(self, round: int, rounds: int) -> tuple[fl.CohortKind, ...]:
         """After the last round all clients tune their heads, if they are to."""
-        return ("cohort", "everyone") if self.final_epochs > 0 and round == rounds else ("cohort",)
+        return ("sampled", "all") if self.final_epochs > 0 and round == rounds else ("sampled",)
 
-    def local(self, model: Model, now: Moment) -> Program:
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """Spend the local epochs on the head, and the last of them on the base."""
-        if now.everyone:
-            return [self.take, Train(self.final_epochs, part="head"), self.keep_head]
-        base = min(self.base_epochs, now.epochs)
-        return [self.take, Train(now.epochs - base, part="head"), Train(base, part="base"), self.keep]
+        if ctx.full_participation:
+            return [self.take, fl.Train(self.final_epochs, part="head"), self.keep_head]
+        base = min(self.base_epochs, ctx.epochs)
+        return [self.take, fl.Train(ctx.epochs - base, part="head"), fl.Train(base, part="base"), self.keep]
 
-    def receive(
-        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
-    ) -> tuple[Tensors, Tensors]:
+    def aggregate(
+        self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
+    ) -> tuple[fl.Tensors, fl.Tensors]:
         """Average the uploads; when heads alone are trained there are none."""
-        return super().receive(model, now, server, rows, up, n) if up else (server, rows)
+        return super().aggregate(ctx, server, records, update) if update.upload else (server, records)
 
-    def keep_head(self, model: Model, client: Client) -> Client:
+    def keep_head(self, model: fl.Model, client: fl.Client) -> fl.Client:
         """Keep the head; the base is the one that was sent."""
         return self.remember(model, client)

@@ -30,150 +30,140 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedobp.algorithms.base import (
-    Client,
-    Method,
-    Moment,
-    Program,
-    Record,
-    Sparse,
-    Start,
-    Tensors,
-    Train,
-    dense,
-    option,
-    to_all,
-)
-from fedobp.algorithms.turns import after_turn, before_turns, round_start
-from fedobp.models import Model, is_statistic
+from fedobp import method as fl
+from fedobp.algorithms.sequential import SequentialAsPublished, after_client, round_start, server_before
+from fedobp.models import is_statistic
 
 
-def take_shared(model: Model, client: Client) -> Client:
+def take_shared(model: fl.Model, client: fl.Client) -> fl.Client:
     """Take the global values that were sent, and one's own elsewhere."""
-    sent = client.down["theta"]
-    assert isinstance(sent, Sparse)
-    return client.set(theta=sent.fill(client.own["theta"]), mine=~sent.keep)
+    sent = client.download["theta"]
+    assert isinstance(sent, fl.Sparse)
+    return client.set(theta=sent.fill(client.state["theta"]), mine=~sent.keep)
 
 
-def take_masks(model: Model, client: Client) -> Client:
+def take_masks(model: fl.Model, client: fl.Client) -> fl.Client:
     """Lay out which entries each pass trains, and what their change is counted from.
 
     BatchNorm's running statistics are the client's own, and both passes move them.
     """
-    mine, statistics = client.own["mine"], model.layout.mask(is_statistic, client.theta.device)
-    return client.set(personal=mine, shared=~mine | statistics, reference=client.own["reference"])
+    mine, statistics = client.state["mine"], model.layout.mask(is_statistic, client.theta.device)
+    return client.set(personal=mine, shared=~mine | statistics, reference=client.state["reference"])
 
 
-def _private(model: Model, client: Client, shared: Tensor) -> Client:
+def _private(model: fl.Model, client: fl.Client, shared: Tensor) -> fl.Client:
     """Take one's own values of tensors with any personal entry, once there are own ones, and the global ones of others.
 
     That is the port's rule.
     """
-    pieces = dense(client.down, "mine").split(list(model.layout.sizes))
+    pieces = fl.dense(client.download, "mine").split(list(model.layout.sizes))
     private = torch.cat([piece.any().expand_as(piece) for piece in pieces])
-    mine = private & client.own["seen"]
-    return client.set(theta=torch.where(mine, client.own["theta"], shared), mine=mine, private=private)
+    mine = private & client.state["seen"]
+    return client.set(theta=torch.where(mine, client.state["theta"], shared), mine=mine, private=private)
 
 
-def take_private(model: Model, client: Client) -> Client:
+def take_private(model: fl.Model, client: fl.Client) -> fl.Client:
     """As-published: use the worker's mask with the global model."""
-    return _private(model, client, dense(client.down, "theta"))
+    return _private(model, client, fl.dense(client.download, "theta"))
 
 
-def take_worker(model: Model, client: Client) -> Client:
+def take_worker(model: fl.Model, client: fl.Client) -> fl.Client:
     """As-published: start from the worker's mask and the model that the round began with."""
-    client, mine = _private(model, client, dense(client.down, "start")), dense(client.down, "mine")
+    client, mine = _private(model, client, fl.dense(client.download, "start")), fl.dense(client.download, "mine")
     return client.set(personal=mine, shared=~mine, reference=client.theta)
 
 
 @dataclass(frozen=True)
-class FedSelect(Method):
+class FedSelect(SequentialAsPublished, fl.Method):
     """Personal subnetworks that grow from the entries that change most."""
 
     name: ClassVar[str] = "fedselect"
     summary: ClassVar[str] = "each client grows a personal subnetwork from the entries that change most"
     paper: ClassVar[str] = "Tamirisa et al., FedSelect: Personalized FL with Customized Selection, CVPR 2024"
+    keeps_last_model: ClassVar[bool] = True
 
-    grow: float = option(0.25, "share of what is still shared that becomes personal; the authors' own", low=0, high=1)
-    every: int = option(3, "visits from one growth to the next; the authors' own", low=1, high=10**6)
-    cap: float = option(0.8, "personal share of a tensor above which it stays; the authors' own", low=0, high=1)
-    mode: str = option(
-        "faithful",
-        "a mask for each client, or (as-published, reconstructed) one for all, of whole tensors",
-        choices=("faithful", "as-published"),
+    grow: float = fl.option(
+        0.25, "share of what is still shared that becomes personal; the authors' own", low=0, high=1
     )
+    every: int = fl.option(3, "visits from one growth to the next; the authors' own", low=1, high=10**6)
+    cap: float = fl.option(0.8, "personal share of a tensor above which it stays; the authors' own", low=0, high=1)
+    mode: str = fl.mode_option("a mask for each client, or (as-published, reconstructed) one for all, of whole tensors")
 
-    @property
-    def together(self) -> bool:
-        """The worker's mask goes from client to client."""
-        return self.mode == "faithful"
-
-    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+    def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
         """Nothing is personal but BatchNorm's running statistics; the reference is theta^0."""
         nothing, none = torch.zeros_like(theta, dtype=torch.bool), theta.new_zeros((), dtype=torch.int64)
-        if self.together:
+        if not self.sequential:
             mine = model.layout.mask(is_statistic, theta.device)
-            own = {"theta": theta, "reference": theta, "mine": mine, "visits": none}
-            return Start(server={"theta": theta}, row={"mine": mine}, own=own)
-        turns = before_turns(theta, weight=nothing.long())
-        return Start({**turns, "mine": nothing, "visits": none}, {}, {"theta": theta, "seen": none.bool()})
+            state = {"theta": theta, "reference": theta, "mine": mine, "visits": none}
+            return fl.InitialState(server={"theta": theta}, record={"mine": mine}, state=state)
+        sequence = server_before(theta, weight=nothing.long())
+        return fl.InitialState({**sequence, "mine": nothing, "visits": none}, {}, {"theta": theta, "seen": none.bool()})
 
-    def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
+    def download(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> tuple[fl.Record, fl.Tensors]:
         """Send the entries that the client shared when it was here last."""
-        theta = to_all(server["theta"], now)
-        if self.together:
-            return {"theta": Sparse(theta, ~rows["mine"])}, rows
-        leaked = {"mine": to_all(server["mine"], now), "visits": server["visits"].expand(len(now.cohort))}
-        return {"theta": theta, "start": to_all(round_start(server, now), now), **leaked}, rows
+        theta = fl.broadcast(server["theta"], ctx)
+        if not self.sequential:
+            return {"theta": fl.Sparse(theta, ~records["mine"])}, records
+        leaked = {"mine": fl.broadcast(server["mine"], ctx), "visits": server["visits"].expand(len(ctx.cohort))}
+        return {"theta": theta, "start": fl.broadcast(round_start(server, ctx), ctx), **leaked}, records
 
-    def local(self, model: Model, now: Moment) -> Program:
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """Each epoch, train the personal entries and then the shared ones; then grow."""
-        if not self.together:
-            return [take_worker, Train(now.epochs, mask="personal"), Train(now.epochs, mask="shared"), self._pass_on]
-        passes = [Train(1, mask="personal"), Train(1, mask="shared")] * now.epochs
+        if self.sequential:
+            return [
+                take_worker,
+                fl.Train(ctx.epochs, mask="personal"),
+                fl.Train(ctx.epochs, mask="shared"),
+                self._pass_on,
+            ]
+        passes = [fl.Train(1, mask="personal"), fl.Train(1, mask="shared")] * ctx.epochs
         return [take_shared, take_masks, *passes, self._keep]
 
-    def receive(
-        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
-    ) -> tuple[Tensors, Tensors]:
+    def aggregate(
+        self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
+    ) -> tuple[fl.Tensors, fl.Tensors]:
         """Take the mean of those who sent an entry, and keep it where nobody did; remember who did."""
-        theta, sent = server["theta"], up["theta"]
-        assert isinstance(sent, Sparse)
-        if not self.together:
-            turn = after_turn(server, now, sent.fill(theta)[0], sent.keep[0].long())
-            return {**turn, "mine": dense(up, "mine")[0], "visits": dense(up, "visits")[0]}, rows
+        theta, sent = server["theta"], update.upload["theta"]
+        assert isinstance(sent, fl.Sparse)
+        if self.sequential:
+            sequence = after_client(server, ctx, sent.fill(theta)[0], sent.keep[0].long())
+            return {
+                **sequence,
+                "mine": update.dense("mine")[0],
+                "visits": update.dense("visits")[0],
+            }, records
         change = (sent.fill(theta) - theta).sum(dim=0) / sent.keep.sum(dim=0).clamp(min=1)
         return {"theta": theta + change}, {"mine": ~sent.keep}
 
-    def serve(self, model: Model, now: Moment) -> Program:
+    def personalize(self, ctx: fl.RoundContext) -> fl.Program:
         """Use the shared entries with one's own."""
-        return [take_shared if self.together else take_private]
+        return [take_private if self.sequential else take_shared]
 
-    def _keep(self, model: Model, client: Client) -> Client:
+    def _keep(self, model: fl.Model, client: fl.Client) -> fl.Client:
         """Send what is shared, and grow the mask for the next visit."""
-        personal, visits, theta = client.work["personal"], client.own["visits"], client.theta
+        personal, visits, theta = client.scratch["personal"], client.state["visits"], client.theta
         due = self._due(visits)
         mine = torch.where(due, self._grown(model, client), personal)
-        reference = torch.where(due, theta, client.work["reference"])
+        reference = torch.where(due, theta, client.scratch["reference"])
         client = client.remember(theta=theta, reference=reference, mine=mine, visits=visits + 1)
-        return client.upload(theta=Sparse(theta, ~personal))
+        return client.send(theta=fl.Sparse(theta, ~personal))
 
-    def _pass_on(self, model: Model, client: Client) -> Client:
+    def _pass_on(self, model: fl.Model, client: fl.Client) -> fl.Client:
         """As-published: send the tensors that are shared, and pass on the worker's grown mask and its count."""
-        personal, visits, theta = client.work["personal"], dense(client.down, "visits"), client.theta
+        personal, visits, theta = client.scratch["personal"], fl.dense(client.download, "visits"), client.theta
         mine = torch.where(self._due(visits), self._grown(model, client), personal)
-        client = client.remember(theta=theta, seen=torch.ones_like(client.own["seen"]))
-        return client.upload(theta=Sparse(theta, ~client.work["private"]), mine=mine, visits=visits + 1)
+        client = client.remember(theta=theta, seen=torch.ones_like(client.state["seen"]))
+        return client.send(theta=fl.Sparse(theta, ~client.scratch["private"]), mine=mine, visits=visits + 1)
 
     def _due(self, visits: Tensor) -> Tensor:
         return (visits > 0) & (visits % self.every == 0)
 
-    def _grown(self, model: Model, client: Client) -> Tensor:
+    def _grown(self, model: fl.Model, client: fl.Client) -> Tensor:
         """Return the mask with the shared entries added that moved most: in each weight tensor, or (port) in all."""
-        layout, change = model.layout, (client.theta - client.work["reference"]).abs()
-        if not self.together:
-            return layout.among_learned(partial(self._more, client), change, client.work["personal"])
-        pieces = (vector.split(list(layout.sizes)) for vector in (change, client.work["personal"]))
+        layout, change = model.layout, (client.theta - client.scratch["reference"]).abs()
+        if self.sequential:
+            return layout.among_learned(partial(self._more, client), change, client.scratch["personal"])
+        pieces = (vector.split(list(layout.sizes)) for vector in (change, client.scratch["personal"]))
         return torch.cat(
             [
                 self._more(client, moved, mine) if name.endswith("weight") else mine
@@ -181,11 +171,11 @@ class FedSelect(Method):
             ]
         )
 
-    def _more(self, client: Client, moved: Tensor, mine: Tensor) -> Tensor:
+    def _more(self, client: fl.Client, moved: Tensor, mine: Tensor) -> Tensor:
         """Add the `grow` share of what is still shared, by change, unless the personal share is above the cap."""
         size, shared = mine.shape[0], (~mine).sum()
-        count = shared - ((1 - client.hp["grow"]) * shared).round().long()
+        count = shared - ((1 - client.hparams["grow"]) * shared).round().long()
         ordered = torch.where(mine, -1.0, moved).sort(descending=True).values
         least = ordered.gather(0, (count - 1).clamp(min=0)[None])
-        open_to = (count > 0) & (mine.sum() <= client.hp["cap"] * size)
+        open_to = (count > 0) & (mine.sum() <= client.hparams["cap"] * size)
         return mine | ((moved >= least) & (moved > 0) & open_to)

@@ -21,24 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedobp.algorithms.base import (
-    Batch,
-    Client,
-    Method,
-    Moment,
-    Program,
-    Record,
-    Start,
-    Tensors,
-    Train,
-    Turn,
-    average,
-    dense,
-    option,
-    to_all,
-)
+from fedobp import method as fl
 from fedobp.keys import NOBODY, Purpose, fold, normal, uniform
-from fedobp.models import Model
 
 # What rounding may not decide. Two clients at one point have an energy of 1e8: others still have to count beside it.
 _TIE = 1e-12
@@ -54,53 +38,53 @@ def weight_at(point: Tensor, ends: Tensor) -> Tensor:
     return point @ ends.reshape(len(point), -1)
 
 
-def model_at(model: Model, point: Tensor, rest: Tensor, ends: Tensor) -> Tensor:
+def model_at(model: fl.Model, point: Tensor, rest: Tensor, ends: Tensor) -> Tensor:
     """Return the whole model at a point; `rest` is all but the classifier's weight."""
     return model.layout.join(rest, weight_at(point, ends), is_weight)
 
 
-def take_centre(model: Model, client: Client) -> Client:
+def take_centre(model: fl.Model, client: fl.Client) -> fl.Client:
     """Start at the client's centre: the simplex's middle, or p_i."""
-    rest, ends, centre = (dense(client.down, name) for name in ("rest", "ends", "centre"))
+    rest, ends, centre = (fl.dense(client.download, name) for name in ("rest", "ends", "centre"))
     return client.set(theta=model_at(model, centre, rest, ends), ends=ends, centre=centre)
 
 
-def upload_ends(model: Model, client: Client) -> Client:
+def upload_ends(model: fl.Model, client: fl.Client) -> fl.Client:
     """Send the endpoints; the client's last local model is the one at its centre."""
-    rest, ends = model.layout.split(client.theta, is_weight)[0], client.work["ends"]
-    return client.upload(ends=ends).set(theta=model_at(model, client.work["centre"], rest, ends))
+    rest, ends = model.layout.split(client.theta, is_weight)[0], client.scratch["ends"]
+    return client.send(ends=ends).set(theta=model_at(model, client.scratch["centre"], rest, ends))
 
 
-def upload_rest(model: Model, client: Client) -> Client:
+def upload_rest(model: fl.Model, client: fl.Client) -> fl.Client:
     """Send all else."""
-    return client.upload(rest=model.layout.split(client.theta, is_weight)[0])
+    return client.send(rest=model.layout.split(client.theta, is_weight)[0])
 
 
-def mark_weight(model: Model, client: Client) -> Client:
+def mark_weight(model: fl.Model, client: fl.Client) -> fl.Client:
     """Mark the classifier's weight as the client's own: it is where its p_i says."""
     return client.set(mine=model.layout.mask(is_weight, client.theta.device))
 
 
-def loss_at(model: Model, client: Client, batch: Batch, point: Tensor) -> Tensor:
+def loss_at(model: fl.Model, client: fl.Client, batch: fl.Batch, point: Tensor) -> Tensor:
     """Return the cross-entropy of the model at a point, the same for the whole batch."""
     tensors = model.layout.views(client.theta)
-    weight = weight_at(point.to(client.theta.dtype), client.work["ends"]).view_as(tensors["classifier.weight"])
+    weight = weight_at(point.to(client.theta.dtype), client.scratch["ends"]).view_as(tensors["classifier.weight"])
     logits = model.apply({**tensors, "classifier.weight": weight}, batch.x)
-    return batch.mean(functional.cross_entropy(logits, batch.y, reduction="none"))
+    return batch.cross_entropy(logits)
 
 
-def simplex_loss(model: Model, client: Client, batch: Batch) -> Tensor:
+def simplex_loss(model: fl.Model, client: fl.Client, batch: fl.Batch) -> Tensor:
     """Before the projection: a point that is uniform on the simplex, by normalised exponentials."""
-    shares = -uniform(batch.key, len(client.work["centre"])).log()
+    shares = -uniform(batch.key, len(client.scratch["centre"])).log()
     return loss_at(model, client, batch, shares / shares.sum())
 
 
-def region_loss(model: Model, client: Client, batch: Batch) -> Tensor:
+def region_loss(model: fl.Model, client: fl.Client, batch: fl.Batch) -> Tensor:
     """After it: p_i + r u, r uniform up to rho, u of random signs and L1 norm 1. It may leave the simplex."""
-    centre = client.work["centre"]
+    centre = client.scratch["centre"]
     draws = uniform(batch.key, len(centre) + 1)
     direction = 2 * draws[1:] - 1
-    return loss_at(model, client, batch, centre + client.hp["rho"] * draws[0] * direction / direction.abs().sum())
+    return loss_at(model, client, batch, centre + client.hparams["rho"] * draws[0] * direction / direction.abs().sum())
 
 
 def principal(rows: Tensor, count: int) -> Tensor:
@@ -144,66 +128,71 @@ def spread(rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Floco(Method):
+class Floco(fl.Method):
     """A simplex of classifiers, in which each client finds its place."""
 
     name: ClassVar[str] = "floco"
     summary: ClassVar[str] = "a simplex of classifiers on a shared base; similar clients train neighbouring regions"
     paper: ClassVar[str] = "Grinwald et al., Federated Learning over Connected Modes, NeurIPS 2024"
 
-    mode: str = option(
-        "faithful",
+    mode: str = fl.mode_option(
         "where the other options are 0: the authors' endpoints 20, tau half of the rounds, rho 0.01, or those of the "
-        "FedOBP paper's table (as-published): 10, 10, 0.1",
-        choices=("faithful", "as-published"),
+        "FedOBP paper's table (as-published): 10, 10, 0.1"
     )
-    endpoints: int = option(0, "number M of endpoints; 0: the mode's", low=0)
-    tau: int = option(
+    endpoints: int = fl.option(0, "number M of endpoints; 0: the mode's", low=0)
+    tau: int = fl.option(
         0, "rounds before clients are projected, never if there are no more; 0: the mode's", low=0, high=10**6
     )
-    rho: float = option(0.0, "radius within which clients train after the projection; 0: the mode's", low=0)
+    rho: float = fl.option(0.0, "radius within which clients train after the projection; 0: the mode's", low=0)
 
-    def floats(self) -> dict[str, float]:
+    def hparams(self) -> dict[str, float]:
         """Return the radius."""
         return {"rho": self.rho or self._of_mode(0.01, 0.1)}
 
-    def turns(self, round: int, rounds: int) -> tuple[Turn, ...]:
+    def cohorts(self, round: int, rounds: int) -> tuple[fl.CohortKind, ...]:
         """Round tau + 1 begins with the projection, in which all clients take part."""
-        return ("everyone", "cohort") if round == self._tau(rounds) + 1 else ("cohort",)
+        return ("all", "sampled") if round == self._tau(rounds) + 1 else ("sampled",)
 
-    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+    def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
         """Draw the endpoints (Xavier, normal); the global model's weight is their middle from the start."""
         weight, _ = model.head(theta)
         count = self.endpoints or int(self._of_mode(20, 10))
         draws = normal(fold(seed, 0, NOBODY, Purpose.BEGIN), count * weight.numel())
         ends, centre = (draws * math.sqrt(2 / sum(weight.shape))).to(theta), theta.new_full((count,), 1 / count)
         middle = model_at(model, centre, model.layout.split(theta, is_weight)[0], ends)
-        return Start({"theta": middle, "ends": ends}, row={"centre": centre}, own={})
+        return fl.InitialState({"theta": middle, "ends": ends}, record={"centre": centre}, state={})
 
-    def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
+    def download(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> tuple[fl.Record, fl.Tensors]:
         """Send the endpoints, all else, and each client's centre."""
-        rest, _ = model.layout.split(server["theta"], is_weight)
-        return {"rest": to_all(rest, now), "ends": to_all(server["ends"], now), "centre": rows["centre"]}, rows
+        rest, _ = ctx.model.layout.split(server["theta"], is_weight)
+        return {
+            "rest": fl.broadcast(rest, ctx),
+            "ends": fl.broadcast(server["ends"], ctx),
+            "centre": records["centre"],
+        }, records
 
-    def local(self, model: Model, now: Moment) -> Program:
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """Train endpoints and all else at random points; the projection takes nothing but endpoints."""
-        projected = now.round > self._tau(now.rounds) and not now.everyone
-        train = Train(now.epochs, learn=("theta", "ends"), loss=region_loss if projected else simplex_loss)
-        return [take_centre, train, upload_ends, *([] if now.everyone else [upload_rest])]
+        projected = ctx.round > self._tau(ctx.rounds) and not ctx.full_participation
+        train = fl.Train(ctx.epochs, learn=("theta", "ends"), loss=region_loss if projected else simplex_loss)
+        return [take_centre, train, upload_ends, *([] if ctx.full_participation else [upload_rest])]
 
-    def receive(
-        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
-    ) -> tuple[Tensors, Tensors]:
+    def aggregate(
+        self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
+    ) -> tuple[fl.Tensors, fl.Tensors]:
         """Average everything; in the projection keep the model, and give every client its place instead."""
-        uploads, centre = dense(up, "ends"), rows["centre"]
-        if now.everyone:
+        uploads, centre = update.dense("ends"), records["centre"]
+        if ctx.full_participation:
             return server, {"centre": spread(principal(uploads, centre.shape[1])).to(centre)}
-        ends, middle = average(uploads, n), torch.full_like(centre[0], 1 / centre.shape[1])
-        return {"theta": model_at(model, middle, average(dense(up, "rest"), n), ends), "ends": ends}, rows
+        ends, middle = fl.average(uploads, update.n), torch.full_like(centre[0], 1 / centre.shape[1])
+        return {
+            "theta": model_at(ctx.model, middle, update.mean("rest"), ends),
+            "ends": ends,
+        }, records
 
-    def serve(self, model: Model, now: Moment) -> Program:
+    def personalize(self, ctx: fl.RoundContext) -> fl.Program:
         """Use the model at one's centre."""
-        return [take_centre, mark_weight] if now.round > self._tau(now.rounds) else [take_centre]
+        return [take_centre, mark_weight] if ctx.round > self._tau(ctx.rounds) else [take_centre]
 
     def _tau(self, rounds: int) -> int:
         return self.tau or int(self._of_mode(max(1, rounds // 2), 10))

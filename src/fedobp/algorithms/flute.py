@@ -23,23 +23,7 @@ from torch import Tensor
 from torch.func import grad
 from torch.nn import functional
 
-from fedobp.algorithms.base import (
-    Batch,
-    Client,
-    Method,
-    Moment,
-    Program,
-    Record,
-    Start,
-    Tensors,
-    Train,
-    Turn,
-    average,
-    dense,
-    option,
-    to_all,
-)
-from fedobp.models import Model
+from fedobp import method as fl
 
 
 def collapse(weight: Tensor, present: Tensor) -> Tensor:
@@ -56,98 +40,98 @@ def collapse(weight: Tensor, present: Tensor) -> Tensor:
     return distance
 
 
-def _loss(model: Model, client: Client, batch: Batch, features: Tensor) -> Tensor:
+def _loss(model: fl.Model, client: fl.Client, batch: fl.Batch, features: Tensor) -> Tensor:
     """Return the cross-entropy, l1 R(W) and l2 |W|^2."""
     weight, bias = model.head(client.theta)
-    fit = batch.mean(functional.cross_entropy(functional.linear(features, weight, bias), batch.y, reduction="none"))
+    fit = batch.cross_entropy(functional.linear(features, weight, bias))
     shape = collapse(weight, client.data["counts"] > 0)
-    return fit + client.hp["simplex"] * shape + client.hp["weights"] * weight.square().sum()
+    return fit + client.hparams["simplex"] * shape + client.hparams["weights"] * weight.square().sum()
 
 
-def head_loss(model: Model, client: Client, batch: Batch) -> Tensor:
+def head_loss(model: fl.Model, client: fl.Client, batch: fl.Batch) -> Tensor:
     """Return the head's loss; features are constants to it."""
     return _loss(model, client, batch, model.features(client.theta, batch.x).detach())
 
 
-def joint_loss(model: Model, client: Client, batch: Batch) -> Tensor:
+def joint_loss(model: fl.Model, client: fl.Client, batch: fl.Batch) -> Tensor:
     """Return everything's loss: the head's, and l3 |F|^2 of the batch's features (a sum, as in the authors' code)."""
     features = model.features(client.theta, batch.x)
     spread = (features.square().sum(dim=-1) * batch.weight).sum()
-    return _loss(model, client, batch, features) + client.hp["features"] * spread
+    return _loss(model, client, batch, features) + client.hparams["features"] * spread
 
 
-def join_parts(model: Model, client: Client) -> Client:
+def join_parts(model: fl.Model, client: fl.Client) -> fl.Client:
     """Put the downloaded base and head together."""
-    theta = model.layout.join(dense(client.down, "base"), dense(client.down, "head"))
+    theta = model.layout.join(fl.dense(client.download, "base"), fl.dense(client.download, "head"))
     return client.set(theta=theta, mine=model.layout.is_head(theta.device))
 
 
-def upload_head(model: Model, client: Client) -> Client:
+def upload_head(model: fl.Model, client: fl.Client) -> fl.Client:
     """Send the trained head."""
-    return client.upload(head=model.layout.split(client.theta)[1])
+    return client.send(head=model.layout.split(client.theta)[1])
 
 
-def upload_base(model: Model, client: Client) -> Client:
+def upload_base(model: fl.Model, client: fl.Client) -> fl.Client:
     """Send the trained base, and which labels the client has: the server's step on its head takes them."""
-    return client.upload(base=model.layout.split(client.theta)[0], present=client.data["counts"] > 0)
+    return client.send(base=model.layout.split(client.theta)[0], present=client.data["counts"] > 0)
 
 
 @dataclass(frozen=True)
-class Flute(Method):
+class Flute(fl.Method):
     """A shared base, a head for each client on the server, and neural collapse as the aim."""
 
     name: ClassVar[str] = "flute"
     summary: ClassVar[str] = "shared base, a head for each client that client and server push to neural collapse"
     paper: ClassVar[str] = "Liu et al., Federated Representation Learning in the Under-Parameterized Regime, ICML 2024"
 
-    simplex: float = option(0.25, "weight of R(W), the head's distance from a simplex frame; the authors' own", low=0)
-    weights: float = option(0.0025, "weight of the head's squared weights; the authors' own", low=0)
-    features: float = option(0.0005, "weight of a batch's squared features; the authors' own", low=0)
-    joint_epochs: int = option(1, "local epochs for everything, after the head's; 1 is the authors' own", low=0)
-    server_lr: float = option(0.5, "the server's step on the sampled heads; the authors' own, 0: none", low=0)
-    final_epochs: int = option(0, "head epochs in a last round over all clients; the authors take 10", low=0)
-    mode: str = option(
-        "faithful", "whether the base learns, or (as-published) never does", choices=("faithful", "as-published")
+    simplex: float = fl.option(
+        0.25, "weight of R(W), the head's distance from a simplex frame; the authors' own", low=0
     )
+    weights: float = fl.option(0.0025, "weight of the head's squared weights; the authors' own", low=0)
+    features: float = fl.option(0.0005, "weight of a batch's squared features; the authors' own", low=0)
+    joint_epochs: int = fl.option(1, "local epochs for everything, after the head's; 1 is the authors' own", low=0)
+    server_lr: float = fl.option(0.5, "the server's step on the sampled heads; the authors' own, 0: none", low=0)
+    final_epochs: int = fl.option(0, "head epochs in a last round over all clients; the authors take 10", low=0)
+    mode: str = fl.mode_option("whether the base learns, or (as-published) never does")
 
-    def turns(self, round: int, rounds: int) -> tuple[Turn, ...]:
+    def cohorts(self, round: int, rounds: int) -> tuple[fl.CohortKind, ...]:
         """Give the last round to all clients, if they are to tune their heads in it."""
-        return ("everyone",) if self.final_epochs > 0 and round == rounds else ("cohort",)
+        return ("all",) if self.final_epochs > 0 and round == rounds else ("sampled",)
 
-    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+    def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
         """Hold each client's head on the server; its own model keeps theta^0's."""
-        return Start(server={"theta": theta}, row={"head": model.layout.split(theta)[1]}, own={})
+        return fl.InitialState(server={"theta": theta}, record={"head": model.layout.split(theta)[1]}, state={})
 
-    def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
+    def download(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> tuple[fl.Record, fl.Tensors]:
         """Send the base, and each client its head."""
-        return {"base": to_all(model.layout.split(server["theta"])[0], now), "head": rows["head"]}, rows
+        return {"base": fl.broadcast(ctx.model.layout.split(server["theta"])[0], ctx), "head": records["head"]}, records
 
-    def local(self, model: Model, now: Moment) -> Program:
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """Train the head, then everything."""
-        if now.everyone:
-            return [join_parts, Train(self.final_epochs, part="head", loss=head_loss), upload_head]
-        joint = min(self.joint_epochs, now.epochs) if self.mode == "faithful" else 0
-        head = Train(now.epochs - joint, part="head", loss=head_loss)
-        return [join_parts, head, Train(joint, loss=joint_loss), upload_head, upload_base]
+        if ctx.full_participation:
+            return [join_parts, fl.Train(self.final_epochs, part="head", loss=head_loss), upload_head]
+        joint = min(self.joint_epochs, ctx.epochs) if self.mode == "faithful" else 0
+        head = fl.Train(ctx.epochs - joint, part="head", loss=head_loss)
+        return [join_parts, head, fl.Train(joint, loss=joint_loss), upload_head, upload_base]
 
-    def receive(
-        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
-    ) -> tuple[Tensors, Tensors]:
+    def aggregate(
+        self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
+    ) -> tuple[fl.Tensors, fl.Tensors]:
         """Average the bases; take one step down the mean of R over the sampled heads (their weights alone)."""
-        layout, heads = model.layout, dense(up, "head")
-        if "base" not in up:  # the last round is for heads: what was trained is what is used
+        layout, heads = ctx.model.layout, update.dense("head")
+        if "base" not in update.upload:  # the last round is for heads: what was trained is what is used
             return server, {"head": heads}
         base, head = layout.split(server["theta"])
 
         def mean_collapse(heads: Tensor) -> Tensor:
-            weight, _ = model.head(layout.join(base.expand(len(heads), -1), heads))
-            return collapse(weight, dense(up, "present")).mean()
+            weight, _ = ctx.model.head(layout.join(base.expand(len(heads), -1), heads))
+            return collapse(weight, update.dense("present")).mean()
 
         return (
-            {"theta": layout.join(average(dense(up, "base"), n), head)},
+            {"theta": layout.join(update.mean("base"), head)},
             {"head": heads - self.server_lr * grad(mean_collapse)(heads)},
         )
 
-    def serve(self, model: Model, now: Moment) -> Program:
+    def personalize(self, ctx: fl.RoundContext) -> fl.Program:
         """Use the current base with one's own head."""
         return [join_parts]

@@ -13,23 +13,21 @@ trained once. So it is nearly Local-Only, but for where clients start.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedobp.algorithms.base import option
-from fedobp.algorithms.parts import Parted
-from fedobp.models import Inside, Model
+from fedobp import method as fl
+from fedobp.algorithms.partial_sharing import PartialSharing
+from fedobp.models import Inside
 
 
 @dataclass(frozen=True)
-class LGFedAvg(Parted):
+class LGFedAvg(PartialSharing):
     """Local representations, a global head."""
 
     name: ClassVar[str] = "lg-fedavg"
     summary: ClassVar[str] = "private lower layers, shared head, trained together"
     paper: ClassVar[str] = "Liang et al., Think Locally, Act Globally, 2020"
 
-    mode: str = option(
-        "faithful",
-        "what is shared: the head, or (as-published) the first layer, and a new client starts from the average of all",
-        choices=("faithful", "as-published"),
+    mode: str = fl.mode_option(
+        "what is shared: the head, or (as-published) the first layer, and a new client starts from the average of all"
     )
 
     @property
@@ -37,7 +35,7 @@ class LGFedAvg(Parted):
         """All layers are averaged as-published."""
         return self.mode == "as-published"
 
-    def shares(self, model: Model) -> Inside:
+    def shares(self, model: fl.Model) -> Inside:
         """Share the head, or the first layer."""
         first = model.layout.names[0].rpartition(".")[0] + "."
         return model.layout.in_head if self.mode == "faithful" else lambda name: name.startswith(first)

@@ -8,47 +8,47 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedobp.algorithms.base import Client, Method, Moment, Program, Record, Start, Tensors, Train
+from fedobp import method as fl
 from fedobp.algorithms.fedavg import all_mine
-from fedobp.models import Model
 
 
-def take_own(model: Model, client: Client) -> Client:
+def take_own(model: fl.Model, client: fl.Client) -> fl.Client:
     """Start from the client's own model."""
-    return client.set(theta=client.own["theta"])
+    return client.set(theta=client.state["theta"])
 
 
-def keep_own(model: Model, client: Client) -> Client:
+def keep_own(model: fl.Model, client: fl.Client) -> fl.Client:
     """Keep the trained model; nothing is sent."""
     return client.remember(theta=client.theta)
 
 
 @dataclass(frozen=True)
-class LocalOnly(Method):
+class LocalOnly(fl.Method):
     """Everyone alone."""
 
     name: ClassVar[str] = "local"
     summary: ClassVar[str] = "no federation: every client trains a model of its own, nothing is sent"
     paper: ClassVar[str] = "the usual lower baseline; no paper"
+    keeps_last_model: ClassVar[bool] = True
 
-    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+    def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
         """Each client holds a model; the server's stays at theta^0."""
-        return Start(server={"theta": theta}, row={}, own={"theta": theta})
+        return fl.InitialState(server={"theta": theta}, record={}, state={"theta": theta})
 
-    def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
+    def download(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> tuple[fl.Record, fl.Tensors]:
         """Send nothing."""
-        return {}, rows
+        return {}, records
 
-    def local(self, model: Model, now: Moment) -> Program:
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """Train one's own model."""
-        return [take_own, Train(now.epochs), keep_own]
+        return [take_own, fl.Train(ctx.epochs), keep_own]
 
-    def receive(
-        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
-    ) -> tuple[Tensors, Tensors]:
+    def aggregate(
+        self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
+    ) -> tuple[fl.Tensors, fl.Tensors]:
         """Receive nothing."""
-        return server, rows
+        return server, records
 
-    def serve(self, model: Model, now: Moment) -> Program:
+    def personalize(self, ctx: fl.RoundContext) -> fl.Program:
         """Use one's own model."""
         return [take_own, all_mine]

@@ -25,134 +25,121 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from fedobp.algorithms.base import (
-    Batch,
-    Client,
-    Method,
-    Moment,
-    Program,
-    Record,
-    Start,
-    Sweep,
-    Tensors,
-    Train,
-    Turn,
-    average,
-    dense,
-    option,
-    to_all,
-)
+from fedobp import method as fl
 from fedobp.algorithms.fedavg import take_global, upload_model
 from fedobp.algorithms.gaussians import EPS, Held, best_beta, discriminant, estimate, shrunk
 from fedobp.keys import NOBODY, Purpose, fold, uniform
-from fedobp.models import Model
 
 _FOLDS = 2
 _FEW = 2  # a class must have more samples than this for a mean of its own in use
 _UNSOLVED = (1.0, 0.5)  # beta as-published
 
 
-def log_prior(client: Client) -> Tensor:
+def log_prior(client: fl.Client) -> Tensor:
     """Return the log of the client's label frequencies, none of which is 0."""
     frequencies = client.data["counts"].to(client.theta.dtype) / client.data["n"].clamp(min=1) + EPS
     return (frequencies / frequencies.sum()).log()
 
 
-def take(model: Model, client: Client) -> Client:
+def take(model: fl.Model, client: fl.Client) -> fl.Client:
     """Lay out the base under the head of the global Gaussians; one's own are the global ones until measured."""
-    mean = dense(client.down, "mean").unflatten(0, (model.classes, -1))
-    covariance = dense(client.down, "covariance").unflatten(0, (mean.shape[1], -1))
-    base = dense(client.down, "base") if "base" in client.down else model.layout.split(dense(client.down, "theta"))[0]
+    mean = fl.dense(client.download, "mean").unflatten(0, (model.classes, -1))
+    covariance = fl.dense(client.download, "covariance").unflatten(0, (mean.shape[1], -1))
+    base = (
+        fl.dense(client.download, "base")
+        if "base" in client.download
+        else model.layout.split(fl.dense(client.download, "theta"))[0]
+    )
     theta = model.layout.join(base, base.new_zeros(model.layout.size - len(base)))
     client = client.set(theta=theta, mean=mean, covariance=covariance, mine=model.layout.is_head(theta.device))
     return adapt(model, client.set(own_mean=mean, own_covariance=covariance, beta=mean.new_zeros(2)))
 
 
-def spare_few(model: Model, client: Client) -> Client:
+def spare_few(model: fl.Model, client: fl.Client) -> fl.Client:
     """Give classes of very few samples the global mean, as the authors do before use."""
     enough = client.data["counts"] > _FEW
-    return client.set(own_mean=torch.where(enough[:, None], client.work["own_mean"], client.work["mean"]))
+    return client.set(own_mean=torch.where(enough[:, None], client.scratch["own_mean"], client.scratch["mean"]))
 
 
-def adapt(model: Model, client: Client) -> Client:
+def adapt(model: fl.Model, client: fl.Client) -> fl.Client:
     """Take beta of one's own Gaussians and 1 - beta of the global ones, and set the head that follows."""
-    work, beta = client.work, client.work["beta"]
-    mean = work["mean"] + beta[0] * (work["own_mean"] - work["mean"])
-    covariance = work["covariance"] + beta[1] * (work["own_covariance"] - work["covariance"])
+    scratch, beta = client.scratch, client.scratch["beta"]
+    mean = scratch["mean"] + beta[0] * (scratch["own_mean"] - scratch["mean"])
+    covariance = scratch["covariance"] + beta[1] * (scratch["own_covariance"] - scratch["covariance"])
     theta = model.with_head(client.theta, *discriminant(mean, covariance, log_prior(client)))
     return client.set(theta=theta, mean=mean, covariance=covariance)
 
 
-def send_back(model: Model, client: Client) -> Client:
+def send_back(model: fl.Model, client: fl.Client) -> fl.Client:
     """Send the trained base and the adapted Gaussians."""
     base, _ = model.layout.split(client.theta)
-    return client.upload(base=base, mean=client.work["mean"].flatten(), covariance=client.work["covariance"].flatten())
+    return client.send(
+        base=base, mean=client.scratch["mean"].flatten(), covariance=client.scratch["covariance"].flatten()
+    )
 
 
 @dataclass(frozen=True)
-class PFedFDA(Method):
+class PFedFDA(fl.Method):
     """A shared base under heads that follow from Gaussians, adapted to each client."""
 
     name: ClassVar[str] = "pfedfda"
     summary: ClassVar[str] = "shared base and class Gaussians; each client's head is the discriminant of adapted ones"
     paper: ClassVar[str] = "McLaughlin and Su, Personalized FL via Feature Distribution Adaptation, NeurIPS 2024"
 
-    mode: str = option(
-        "faithful",
-        "as-published: FedAvg, and the adaptation, from random Gaussians, only for use",
-        choices=("faithful", "as-published"),
-    )
-    betas: str = option(
+    mode: str = fl.mode_option("as-published: FedAvg, and the adaptation, from random Gaussians, only for use")
+    betas: str = fl.option(
         "two",
         "one beta for means and one for the covariance (two, the authors' default), one for both, or 1 for both (own); "
         "without effect as-published",
         choices=("two", "one", "own"),
     )
-    beta_steps: int = option(
+    beta_steps: int = fl.option(
         10, "steps of the search for beta; 10 is the authors' limit; without effect as-published", low=0
     )
-    last: str = option("sample", "who trains in the last round; the authors let all clients", choices=("sample", "all"))
+    last: str = fl.option(
+        "sample", "who trains in the last round; the authors let all clients", choices=("sample", "all")
+    )
 
-    def turns(self, round: int, rounds: int) -> tuple[Turn, ...]:
+    def cohorts(self, round: int, rounds: int) -> tuple[fl.CohortKind, ...]:
         """Let all clients take part in the last round, if so wished."""
-        return ("everyone",) if self.last == "all" and round == rounds else ("cohort",)
+        return ("all",) if self.last == "all" and round == rounds else ("sampled",)
 
-    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+    def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
         """Means are uniform in [0, 1], the covariance is the identity; the server's model keeps theta^0's head."""
         classes, size = model.head(theta)[0].shape
         mean = uniform(fold(seed, 0, NOBODY, Purpose.BEGIN), classes * size).to(theta)
         covariance = torch.eye(size).flatten().to(theta)
-        return Start(server={"theta": theta, "mean": mean, "covariance": covariance}, row={}, own={})
+        return fl.InitialState(server={"theta": theta, "mean": mean, "covariance": covariance}, record={}, state={})
 
-    def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
+    def download(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> tuple[fl.Record, fl.Tensors]:
         """Send the base (as-published: the whole model) and the Gaussians."""
-        down = dict(server)
+        download = dict(server)
         if self.mode == "faithful":
-            down["base"], _ = model.layout.split(down.pop("theta"))
-        return {name: to_all(value, now) for name, value in down.items()}, rows
+            download["base"], _ = ctx.model.layout.split(download.pop("theta"))
+        return {name: fl.broadcast(value, ctx) for name, value in download.items()}, records
 
-    def local(self, model: Model, now: Moment) -> Program:
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """Train the base under a fixed head, then adapt the Gaussians to its features."""
         if self.mode == "as-published":
-            return [take_global, Train(now.epochs), upload_model]
-        return [take, Train(now.epochs, part="base"), Sweep(self._measure, whole=True), adapt, send_back]
+            return [take_global, fl.Train(ctx.epochs), upload_model]
+        return [take, fl.Train(ctx.epochs, part="base"), fl.Sweep(self._measure, whole=True), adapt, send_back]
 
-    def receive(
-        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
-    ) -> tuple[Tensors, Tensors]:
+    def aggregate(
+        self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
+    ) -> tuple[fl.Tensors, fl.Tensors]:
         """Average bases and Gaussians by samples."""
-        mean = {name: average(dense(up, name), n) for name in up}
+        mean = {name: update.mean(name) for name in update.upload}
         if self.mode == "faithful":
-            mean["theta"] = model.layout.join(mean.pop("base"), model.layout.split(server["theta"])[1])
-        return {**server, **mean}, rows
+            mean["theta"] = ctx.model.layout.join(mean.pop("base"), ctx.model.layout.split(server["theta"])[1])
+        return {**server, **mean}, records
 
-    def serve(self, model: Model, now: Moment) -> Program:
+    def personalize(self, ctx: fl.RoundContext) -> fl.Program:
         """Adapt the Gaussians to the features of the current base, and use the head that follows."""
-        return [take, Sweep(self._measure, whole=True), spare_few, adapt]
+        return [take, fl.Sweep(self._measure, whole=True), spare_few, adapt]
 
-    def _measure(self, model: Model, client: Client, batch: Batch) -> Client:
+    def _measure(self, model: fl.Model, client: fl.Client, batch: fl.Batch) -> fl.Client:
         """Estimate one's own Gaussians, and beta; it is 0 where a fold would leave fewer than two samples."""
-        mean, covariance, dtype = client.work["mean"], client.work["covariance"], client.theta.dtype
+        mean, covariance, dtype = client.scratch["mean"], client.scratch["covariance"], client.theta.dtype
         features = model.features(client.theta, batch.x).to(dtype)
         with torch.autocast(features.device.type, enabled=False):
             labels = one_hot(batch.y, model.classes).to(dtype) * batch.weight[:, None]
@@ -163,7 +150,7 @@ class PFedFDA(Method):
             if published:
                 return client.set(beta=torch.where(shared.any(), mean.new_tensor(_UNSOLVED), 0))
             if self.betas == "own":
-                return client.set(beta=torch.ones_like(client.work["beta"]))
+                return client.set(beta=torch.ones_like(client.scratch["beta"]))
             # Stratified: each class, in the batch's random order, is dealt out to the folds from a random one on.
             counted = labels * shared
             first = fold(batch.key, torch.arange(model.classes, device=features.device)) % _FOLDS

@@ -21,39 +21,25 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch.func import grad
-from torch.nn import functional
 
-from fedobp.algorithms.base import (
-    Batch,
-    Client,
-    Moment,
-    Program,
-    Record,
-    Start,
-    Sweep,
-    Tensors,
-    average,
-    dense,
-    option,
-)
+from fedobp import method as fl
 from fedobp.algorithms.fedavg import FedAvg, all_mine
-from fedobp.models import Model
 
 
-def take_twice(model: Model, client: Client) -> Client:
+def take_twice(model: fl.Model, client: fl.Client) -> fl.Client:
     """Algorithm 1: start w_i, and theta with it, from the downloaded model."""
-    received = dense(client.down, "theta")
+    received = fl.dense(client.download, "theta")
     return client.set(theta=received, shared=received)
 
 
-def keep_and_upload(model: Model, client: Client) -> Client:
+def keep_and_upload(model: fl.Model, client: fl.Client) -> fl.Client:
     """Keep theta_i, send w_i."""
-    return client.remember(theta=client.theta).upload(theta=client.work["shared"])
+    return client.remember(theta=client.theta).send(theta=client.scratch["shared"])
 
 
-def take_personal(model: Model, client: Client) -> Client:
+def take_personal(model: fl.Model, client: fl.Client) -> fl.Client:
     """Use the personal model of the last visit."""
-    return client.set(theta=client.own["theta"])
+    return client.set(theta=client.state["theta"])
 
 
 @dataclass(frozen=True)
@@ -63,39 +49,38 @@ class PFedMe(FedAvg):
     name: ClassVar[str] = "pfedme"
     summary: ClassVar[str] = "each client solves for a personal model near the global one, which follows it"
     paper: ClassVar[str] = "T. Dinh et al., Personalized FL with Moreau Envelopes, NeurIPS 2020"
+    keeps_last_model: ClassVar[bool] = True
 
-    inner: int = option(5, "K, the personal model's steps on each batch; 5 is the authors'", low=1)
-    lam: float = option(15.0, "strength of the pull between the models; 15 is the authors'", low=0)
-    eta_p: float = option(0.01, "the personal model's step size; the frameworks' (the authors': 0.09)", low=0)
-    mu: float = option(0.001, "weight decay of the personal model; 0.001 is the authors'", low=0)
-    beta: float = option(1.0, "how far the global model moves to the clients' mean; 1 is the authors'", low=0)
+    inner: int = fl.option(5, "K, the personal model's steps on each batch; 5 is the authors'", low=1)
+    lam: float = fl.option(15.0, "strength of the pull between the models; 15 is the authors'", low=0)
+    eta_p: float = fl.option(0.01, "the personal model's step size; the frameworks' (the authors': 0.09)", low=0)
+    mu: float = fl.option(0.001, "weight decay of the personal model; 0.001 is the authors'", low=0)
+    beta: float = fl.option(1.0, "how far the global model moves to the clients' mean; 1 is the authors'", low=0)
 
-    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+    def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
         """Each client holds a personal model, which starts at theta^0."""
-        return Start(server={"theta": theta}, row={}, own={"theta": theta})
+        return fl.InitialState(server={"theta": theta}, record={}, state={"theta": theta})
 
-    def local(self, model: Model, now: Moment) -> Program:
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """Train both models on the same batches."""
-        return [take_twice, Sweep(self._step, now.epochs, smallest=2, passes=self.inner), keep_and_upload]
+        return [take_twice, fl.Sweep(self._step, ctx.epochs, smallest=2, passes=self.inner), keep_and_upload]
 
-    def receive(
-        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
-    ) -> tuple[Tensors, Tensors]:
+    def aggregate(
+        self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
+    ) -> tuple[fl.Tensors, fl.Tensors]:
         """Algorithm 1, on the server: w <- (1 - beta) w + beta mean(w_i)."""
-        return {"theta": torch.lerp(server["theta"], average(dense(up, "theta"), n), self.beta)}, rows
+        return {"theta": torch.lerp(server["theta"], update.mean("theta"), self.beta)}, records
 
-    def serve(self, model: Model, now: Moment) -> Program:
+    def personalize(self, ctx: fl.RoundContext) -> fl.Program:
         """Use the personal model."""
         return [take_personal, all_mine]
 
-    def _step(self, model: Model, client: Client, batch: Batch) -> Client:
+    def _step(self, model: fl.Model, client: fl.Client, batch: fl.Batch) -> fl.Client:
         """Algorithm 1: K steps on theta for the proximal problem of a batch, then a step of w_i towards theta."""
-        hp, shared, theta = client.hp, client.work["shared"], client.theta
-        gradient = grad(
-            lambda at: batch.mean(functional.cross_entropy(model.logits(at, batch.x), batch.y, reduction="none"))
-        )
+        hparams, shared, theta = client.hparams, client.scratch["shared"], client.theta
+        gradient = grad(lambda at: batch.cross_entropy(model.logits(at, batch.x)))
         # theta <- theta - eta_p (gradient + lam (theta - w) + mu theta), in as few passes over the vectors as it takes.
-        keep, pull = 1 - hp["eta_p"] * (hp["lam"] + hp["mu"]), hp["eta_p"] * hp["lam"]
+        keep, pull = 1 - hparams["eta_p"] * (hparams["lam"] + hparams["mu"]), hparams["eta_p"] * hparams["lam"]
         for _ in range(self.inner):
-            theta = torch.addcmul(torch.addcmul(keep * theta, gradient(theta), -hp["eta_p"]), shared, pull)
-        return client.set(theta=theta, shared=shared - hp["lr"] * hp["lam"] * (shared - theta))
+            theta = torch.addcmul(torch.addcmul(keep * theta, gradient(theta), -hparams["eta_p"]), shared, pull)
+        return client.set(theta=theta, shared=shared - hparams["lr"] * hparams["lam"] * (shared - theta))

@@ -19,17 +19,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedobp.algorithms.base import Moment, Program, Record, Start, Tensors, Train, dense, option, to_all
+from fedobp import method as fl
 from fedobp.algorithms.fedavg import FedAvg, keep_and_upload, take_global, take_last
-from fedobp.models import Model
 
 _SELF = 0.9999  # how much a client is like itself; 1 would be infinitely much
 
 
 def alikeness(heads: Tensor) -> Tensor:
     """Return s_ij of heads [clients, classes, features]: the mean cosine of their rows, between 0 and s_ii."""
-    rows = functional.normalize(heads, dim=-1)
-    return torch.einsum("icf,jcf->ij", rows, rows).div(heads.shape[1]).clamp(0, _SELF)
+    records = functional.normalize(heads, dim=-1)
+    return torch.einsum("icf,jcf->ij", records, records).div(heads.shape[1]).clamp(0, _SELF)
 
 
 def shares(alike: Tensor) -> Tensor:
@@ -46,45 +45,46 @@ class PFedSim(FedAvg):
     summary: ClassVar[str] = "FedAvg first; then each client gets a mean of bases weighted by how alike the heads are"
     paper: ClassVar[str] = "Tan et al., pFedSim: Similarity-Aware Model Aggregation Towards Personalized FL, 2023"
 
-    rho: float = option(0.5, "share of the rounds that are FedAvg's; 0.5 is the paper's", low=0.0, high=1.0)
+    rho: float = fl.option(0.5, "share of the rounds that are FedAvg's; 0.5 is the paper's", low=0.0, high=1.0)
 
-    def personal(self, now: Moment) -> bool:
+    def personal(self, ctx: fl.RoundContext) -> bool:
         """Say whether the warm-up is over; in exact decimals, so that 0.29 of 100 rounds are 29."""
-        return now.round > Fraction(str(self.rho)) * now.rounds
+        return ctx.round > Fraction(str(self.rho)) * ctx.rounds
 
-    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+    def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
         """Each client will keep its model; the server makes room for all of them when the warm-up is over."""
-        never = theta.new_zeros((), dtype=torch.bool)
-        return Start(server={"theta": theta}, row={}, own={"theta": theta, "seen": never})
+        return fl.InitialState(server={"theta": theta}, record={}, state=fl.last_model(theta))
 
-    def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
+    def download(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> tuple[fl.Record, fl.Tensors]:
         """Send each client the mean base over those like it, with its own head; at first all have the same model."""
         if "models" not in server:
-            return {"theta": to_all(server["theta"], now)}, rows
-        cohort, start = now.cohort.to(server["theta"].device), server["theta"]
-        (base, _), (bases, heads) = (model.layout.split(vector) for vector in (start, server["models"]))
+            return {"theta": fl.broadcast(server["theta"], ctx)}, records
+        cohort, start = ctx.cohort.to(server["theta"].device), server["theta"]
+        (base, _), (bases, heads) = (ctx.model.layout.split(vector) for vector in (start, server["models"]))
         # As differences from the warm-up's model: the plain mean of equal values is not that value.
         mixed = base + shares(server["alike"][cohort]) @ (bases - base)
-        return {"theta": model.layout.join(mixed, heads[cohort])}, rows
+        return {"theta": ctx.model.layout.join(mixed, heads[cohort])}, records
 
-    def local(self, model: Model, now: Moment) -> Program:
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """Train what was sent, and after the warm-up keep it."""
-        return [take_global, Train(now.epochs), keep_and_upload] if self.personal(now) else super().local(model, now)
+        return (
+            [take_global, fl.Train(ctx.epochs), keep_and_upload] if self.personal(ctx) else super().client_update(ctx)
+        )
 
-    def receive(
-        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
-    ) -> tuple[Tensors, Tensors]:
+    def aggregate(
+        self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
+    ) -> tuple[fl.Tensors, fl.Tensors]:
         """In the warm-up, average (eq. 2); then store the models, and see how alike the cohort's heads are."""
-        if not self.personal(now):
-            return super().receive(model, now, server, rows, up, n)
-        theta, uploads = server["theta"], dense(up, "theta")
-        cohort = now.cohort.to(theta.device)
-        models = server.get("models", theta.expand(now.clients, -1))
-        alike = server.get("alike", _SELF * torch.eye(now.clients, dtype=theta.dtype, device=theta.device))
-        found = alikeness(model.head(uploads)[0]).fill_diagonal_(_SELF)
+        if not self.personal(ctx):
+            return super().aggregate(ctx, server, records, update)
+        theta, uploads = server["theta"], update.dense("theta")
+        cohort = ctx.cohort.to(theta.device)
+        models = server.get("models", theta.expand(ctx.clients, -1))
+        alike = server.get("alike", _SELF * torch.eye(ctx.clients, dtype=theta.dtype, device=theta.device))
+        found = alikeness(ctx.model.head(uploads)[0]).fill_diagonal_(_SELF)
         alike = alike.index_put((cohort[:, None], cohort[None, :]), found)
-        return {"theta": theta, "models": models.index_copy(0, cohort, uploads), "alike": alike}, rows
+        return {"theta": theta, "models": models.index_copy(0, cohort, uploads), "alike": alike}, records
 
-    def serve(self, model: Model, now: Moment) -> Program:
+    def personalize(self, ctx: fl.RoundContext) -> fl.Program:
         """Use the stored model; without one, that of the warm-up."""
-        return [take_last] if self.personal(now) else super().serve(model, now)
+        return [take_last] if self.personal(ctx) else super().personalize(ctx)

@@ -18,22 +18,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedobp.algorithms.base import (
-    Client,
-    Moment,
-    Program,
-    Record,
-    Sparse,
-    Start,
-    Tensors,
-    Train,
-    average,
-    dense,
-    option,
-)
+from fedobp import method as fl
 from fedobp.algorithms.fedavg import FedAvg
 from fedobp.importance import above
-from fedobp.models import Model
 
 
 @dataclass(frozen=True)
@@ -43,41 +30,43 @@ class PSPFL(FedAvg):
     name: ClassVar[str] = "pspfl"
     summary: ClassVar[str] = "a reconstruction: keeps what is far from the global model, sends what changed little"
     paper: ClassVar[str] = "IEEE 10472079; reconstructed, its text could not be obtained"
+    keeps_last_model: ClassVar[bool] = True
 
-    keep: float = option(
+    keep: float = fl.option(
         0.5, "quantile above which a client keeps its own value; swept over .1 to .9 there", low=0, high=1
     )
-    share: float = option(0.5, "quantile up to which trained values are sent; swept over .1 to .9 there", low=0, high=1)
+    share: float = fl.option(
+        0.5, "quantile up to which trained values are sent; swept over .1 to .9 there", low=0, high=1
+    )
 
-    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+    def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
         """Each client holds its last model, once it has one."""
-        never = theta.new_zeros((), dtype=torch.bool)
-        return Start(server={"theta": theta}, row={}, own={"theta": theta, "seen": never})
+        return fl.InitialState(server={"theta": theta}, record={}, state=fl.last_model(theta))
 
-    def local(self, model: Model, now: Moment) -> Program:
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """Merge, train everything, send what changed little."""
-        return [self._merge, Train(now.epochs), self._send_back]
+        return [self._merge, fl.Train(ctx.epochs), self._send_back]
 
-    def receive(
-        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
-    ) -> tuple[Tensors, Tensors]:
+    def aggregate(
+        self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
+    ) -> tuple[fl.Tensors, fl.Tensors]:
         """Average; what a client did not send is the old global value."""
-        sent = up["theta"]
-        assert isinstance(sent, Sparse)
-        return {"theta": average(sent.fill(server["theta"]), n)}, rows
+        sent = update.upload["theta"]
+        assert isinstance(sent, fl.Sparse)
+        return {"theta": fl.average(sent.fill(server["theta"]), update.n)}, records
 
-    def serve(self, model: Model, now: Moment) -> Program:
+    def personalize(self, ctx: fl.RoundContext) -> fl.Program:
         """Use the merged model."""
         return [self._merge]
 
-    def _merge(self, model: Model, client: Client) -> Client:
-        shared, own, seen = dense(client.down, "theta"), client.own["theta"], client.own["seen"]
-        mine = model.layout.among_learned(lambda far: above(far, self.keep), (own - shared).abs()) & seen
-        merged = torch.where(mine, own, shared)
+    def _merge(self, model: fl.Model, client: fl.Client) -> fl.Client:
+        shared, last, seen = fl.dense(client.download, "theta"), client.state["theta"], client.state["seen"]
+        mine = model.layout.among_learned(lambda far: above(far, self.keep), (last - shared).abs()) & seen
+        merged = torch.where(mine, last, shared)
         return client.set(theta=merged, begun=merged, mine=mine)
 
-    def _send_back(self, model: Model, client: Client) -> Client:
-        change = (client.theta - client.work["begun"]).abs()
+    def _send_back(self, model: fl.Model, client: fl.Client) -> fl.Client:
+        change = (client.theta - client.scratch["begun"]).abs()
         still = ~model.layout.among_learned(lambda far: above(far, self.share), change)
-        client = client.remember(theta=client.theta, seen=torch.ones_like(client.own["seen"]))
-        return client.upload(theta=Sparse(client.theta, still))
+        client = client.remember(theta=client.theta, seen=torch.ones_like(client.state["seen"]))
+        return client.send(theta=fl.Sparse(client.theta, still))

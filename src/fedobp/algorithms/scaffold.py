@@ -16,25 +16,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedobp.algorithms.base import (
-    Client,
-    Moment,
-    Program,
-    Record,
-    Start,
-    Tensors,
-    Train,
-    average,
-    dense,
-    to_all,
-)
+from fedobp import method as fl
 from fedobp.algorithms.fedavg import FedAvg
-from fedobp.models import Model
 
 
-def take_and_correct(model: Model, client: Client) -> Client:
+def take_and_correct(model: fl.Model, client: fl.Client) -> fl.Client:
     """Start from the downloaded model, and lay out what is added to every gradient."""
-    received, drift = dense(client.down, "theta"), dense(client.down, "control") - client.own["control"]
+    received, drift = fl.dense(client.download, "theta"), fl.dense(client.download, "control") - client.state["control"]
     return client.set(theta=received, received=received, drift=drift)
 
 
@@ -47,13 +35,13 @@ def unit_steps(steps: Tensor, momentum: Tensor) -> Tensor:
     return (count - m * (1 - m**count) / (1 - m)) / (1 - m)
 
 
-def move_control(model: Model, client: Client) -> Client:
+def move_control(model: fl.Model, client: fl.Client) -> fl.Client:
     """Take the mean gradient of the visit as the client's new control; without a step it stays."""
-    before, steps = client.own["control"], client.data["steps"]
-    length = unit_steps(steps.clamp(min=1), client.hp["momentum"]).to(before.dtype) * client.hp["lr"]
-    travelled = (client.work["received"] - client.theta) / length
-    control = torch.where(steps > 0, travelled - client.work["drift"], before)
-    return client.remember(control=control).upload(theta=client.theta, change=control - before)
+    before, steps = client.state["control"], client.data["steps"]
+    length = unit_steps(steps.clamp(min=1), client.hparams["momentum"]).to(before.dtype) * client.hparams["lr"]
+    travelled = (client.scratch["received"] - client.theta) / length
+    control = torch.where(steps > 0, travelled - client.scratch["drift"], before)
+    return client.remember(control=control).send(theta=client.theta, change=control - before)
 
 
 @dataclass(frozen=True)
@@ -64,22 +52,28 @@ class Scaffold(FedAvg):
     summary: ClassVar[str] = "FedAvg whose gradients are corrected for each client's drift; sends everything twice"
     paper: ClassVar[str] = "Karimireddy et al., SCAFFOLD, ICML 2020"
 
-    def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
+    def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
         """All controls start at 0."""
         zero = torch.zeros_like(theta)
-        return Start(server={"theta": theta, "control": zero}, row={}, own={"control": zero})
+        return fl.InitialState(server={"theta": theta, "control": zero}, record={}, state={"control": zero})
 
-    def send(self, model: Model, now: Moment, server: Tensors, rows: Tensors) -> tuple[Record, Tensors]:
+    def download(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> tuple[fl.Record, fl.Tensors]:
         """Send the model and the control."""
-        return {name: to_all(server[name], now) for name in ("theta", "control")}, rows
+        return {name: fl.broadcast(server[name], ctx) for name in ("theta", "control")}, records
 
-    def local(self, model: Model, now: Moment) -> Program:
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """Train with corrected gradients."""
-        return [take_and_correct, Train(now.epochs, drift="drift"), move_control]
+        return [take_and_correct, fl.Train(ctx.epochs, drift="drift"), move_control]
 
-    def receive(
-        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
-    ) -> tuple[Tensors, Tensors]:
+    def aggregate(
+        self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
+    ) -> tuple[fl.Tensors, fl.Tensors]:
         """Average the models; move the control by the mean change over all clients, of whom most changed nothing."""
-        theta, change = average(dense(up, "theta"), torch.ones_like(n)), dense(up, "change")
-        return {"theta": theta, "control": server["control"] + change.sum(dim=0) / (now.clients - now.held_out)}, rows
+        theta, change = (
+            fl.average(update.dense("theta"), torch.ones_like(update.n)),
+            update.dense("change"),
+        )
+        return {
+            "theta": theta,
+            "control": server["control"] + change.sum(dim=0) / (ctx.clients - ctx.held_out),
+        }, records

@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from fedobp.algorithms.base import Moment, Record, Tensors, dense, option
+from fedobp import method as fl
 from fedobp.algorithms.fedobp import FedOBP
 from fedobp.importance import SCORES
-from fedobp.models import Model
 
 
 @dataclass(frozen=True)
@@ -33,21 +31,21 @@ class SeqFedEDT(FedOBP):
     summary: ClassVar[str] = "sequential FedOBP: one model passes from client to client, each keeping a few entries"
     paper: ClassVar[str] = "SeqFedEDT, IEEE Transactions on Mobile Computing, 2025"
 
-    score: str = option(
+    score: str = fl.option(
         "product",
         "product: |(own - passing) * own|, as in its ablation; squared: (own - passing)^2, as in the released code",
         choices=tuple(SCORES),
     )
 
     @property
-    def together(self) -> bool:
-        """A client waits for the one before it."""
-        return False
+    def sequential(self) -> bool:
+        """A client starts from the model of the one before it."""
+        return True
 
-    def receive(
-        self, model: Model, now: Moment, server: Tensors, rows: Tensors, up: Record, n: Tensor
-    ) -> tuple[Tensors, Tensors]:
+    def aggregate(
+        self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
+    ) -> tuple[fl.Tensors, fl.Tensors]:
         """Take the one client's model as it is, for the next one; remember it as that client's."""
-        [upload] = dense(up, "theta")
-        rows = {**rows, "theta": upload[None], "seen": torch.ones_like(rows["seen"])}
-        return {"theta": upload}, rows
+        [upload] = update.dense("theta")
+        records = {**records, "theta": upload[None], "seen": torch.ones_like(records["seen"])}
+        return {"theta": upload}, records

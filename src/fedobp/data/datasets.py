@@ -54,6 +54,12 @@ class Dataset:
         return len(self.labels)
 
     @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one input as models see it: channels first, or features."""
+        shape = tuple(self.x.shape[1:])
+        return shape if len(shape) == 1 else (1, *shape) if len(shape) == 2 else (shape[2], *shape[:2])
+
+    @property
     def info(self) -> Info:
         """Name and sizes."""
         return Info(self.name, len(self.y), self.x.shape[1:], self.classes, True, len(self.client_names))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as trees
 
-from fedobp.engine.fit import Make, active
+from fedobp.engine.sgd import Make, active
 
 KINDS = 32  # kept at most: a method that makes its loss anew in every round has a new kind in every round
 
@@ -103,10 +103,10 @@ class Graphs:
     def __init__(self) -> None:
         self._kept: dict[Hashable, _Buffers] = {}
 
-    def descend(
+    def run_steps(
         self, kind: Hashable, given: Any, moving: Any, plan: Mapping[str, Tensor], steps: Sequence[int], make: Make
     ) -> int:
-        """Do what `fit.descend` does. Phases of one kind must have the same `make`, but for what the stack holds."""
+        """Do what `sgd.run_steps` does. Phases of one kind must have the same `make`, but for what the stack holds."""
         buffers = self._buffers(kind, given, moving, plan, make)
         groups = [(lanes, len(list(same))) for lanes, same in groupby(map(rounded, active(steps)))]
         buffers.load(given, moving)

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedobp.algorithms import Batch, Client, Record, Sparse, Sweep, Tensors, Train
 from fedobp.data import Split
-from fedobp.engine.arithmetic import Precision, autocast, serial_threads, steady
-from fedobp.engine.interface import Counters, Task, Trained, caught, without_failures
+from fedobp.engine.client_pool import PoolJob
+from fedobp.engine.failures import caught, refuse_batch_norm, without_failures
+from fedobp.engine.precision import autocast, deterministic, serial_threads
+from fedobp.engine.protocol import Counters, PersonalModels, Prepared
 from fedobp.engine.schedule import batches, step_key, subset
-from fedobp.errors import FedobpError
 from fedobp.keys import Purpose, fold
+from fedobp.method import Batch, Client, CohortUpdate, Sweep, Train
 from fedobp.models import Model, is_statistic
+from fedobp.options import Precision
+from fedobp.records import Record, Tensors, mask_unsent, stack, take
 
 _TEST_BATCH = 1024
 
@@ -31,86 +34,88 @@ class Serial:
         self.counters = Counters()
         self._modules: dict[tuple[torch.device, torch.dtype], nn.Module] = {}
 
-    def attempt(self, tasks: Sequence[Task]) -> list[Trained | BaseException]:
-        """Run local programs, run after run and client after client, and keep what each client remembers."""
-        return [caught(partial(self._train, task)) for task in tasks]
+    def try_train(
+        self, jobs: Sequence[PoolJob], prepared: Prepared | None = None
+    ) -> list[CohortUpdate | BaseException]:
+        """Run client programs, run after run and client after client, and keep each client's new state."""
+        return [caught(partial(self._train, job)) for job in jobs]
 
-    def train(self, tasks: Sequence[Task]) -> list[Trained]:
+    def train(self, jobs: Sequence[PoolJob], prepared: Prepared | None = None) -> list[CohortUpdate]:
         """Do the same, and raise the first exception."""
-        return without_failures(self.attempt(tasks))
+        return without_failures(self.try_train(jobs, prepared))
 
-    def _train(self, task: Task) -> Trained:
+    def _train(self, job: PoolJob) -> CohortUpdate:
         uploads: list[Record] = []
         losses: list[Tensor] = []
         finite: list[Tensor] = []
-        people, cohort, before = task.people, task.now.cohort.tolist(), self.counters
+        clients, cohort, before = job.clients, job.ctx.cohort.tolist(), self.counters
         for position, client in enumerate(cohort):
-            done, loss = self._run(task, client, position, Purpose.TRAIN)
-            people.keep([client], {name: value[None] for name, value in done.own.items()}, done.theta[None])
-            uploads.append(done.up)
+            done, loss = self._run(job, client, position, Purpose.TRAIN)
+            clients.keep([client], {name: value[None] for name, value in done.state.items()}, done.theta[None])
+            uploads.append(mask_unsent(done.upload))
             losses.append(loss)
             finite.append(done.theta.isfinite().all() & ~loss.isinf())
-        n = torch.tensor([people.data.size(client, "train") for client in cohort], device=people.data.x.device)
-        seen = (self.counters - before).samples
-        return Trained(_stack(uploads), n, torch.stack(losses), torch.stack(finite), seen)
+        sizes = [clients.data.size(client, "train") for client in cohort]
+        n = torch.tensor(sizes, device=clients.data.x.device)
+        processed = (self.counters - before).samples
+        return CohortUpdate(stack(uploads), n, sum(sizes), torch.stack(losses), torch.stack(finite), processed)
 
-    def prepare(self, tasks: Sequence[Task]) -> None:
-        """Prepare nothing: everything happens when its turn comes."""
+    def prepare(self, jobs: Sequence[PoolJob]) -> Prepared:
+        """Compute nothing ahead."""
+        return Prepared({})
 
-    def serve(self, task: Task) -> Tensors:
-        """Run a serving program on every client of the cohort; what it remembers is dropped."""
-        work = [
-            self._run(task, client, position, Purpose.SERVE)[0].work
-            for position, client in enumerate(task.now.cohort.tolist())
+    def personalize(self, job: PoolJob) -> PersonalModels:
+        """Run a program on every client of the cohort; changes of client state are dropped."""
+        before = self.counters
+        scratch = [
+            self._run(job, client, position, Purpose.SERVE)[0].scratch
+            for position, client in enumerate(job.ctx.cohort.tolist())
         ]
-        nothing = torch.zeros_like(work[0]["theta"], dtype=torch.bool)
-        rest = {name: torch.stack([one[name] for one in work]) for name in (work[0] if task.predict else ())}
-        mine = torch.stack([one.get("mine", nothing) for one in work])
-        return {**rest, "theta": torch.stack([one["theta"] for one in work]), "mine": mine}
+        none = torch.zeros_like(scratch[0]["theta"], dtype=torch.bool)
+        rest = {name: torch.stack([one[name] for one in scratch]) for name in (scratch[0] if job.predict else ())}
+        mine = torch.stack([one.get("mine", none) for one in scratch])
+        theta = torch.stack([one["theta"] for one in scratch])
+        return PersonalModels(theta, mine, rest, (self.counters - before).samples)
 
-    def last(self, task: Task, otherwise: Tensor) -> Tensor:
-        """Return each client's last local model, and `otherwise` for a client that has never trained."""
-        return last_models(task, otherwise)
-
-    def predict(self, task: Task, theta: Tensor, split: Split, beside: Tensors | None = None) -> list[Tensor]:
+    def predict(self, job: PoolJob, theta: Tensor, split: Split, scratch: Tensors | None = None) -> list[Tensor]:
         """Return the labels that each client's model gives to its samples, on the CPU."""
         found = []
         module = self._module(theta).eval()
-        with torch.no_grad(), steady(self._precision, self._threads), autocast(self._precision, theta):
-            for at, (client, vector) in enumerate(zip(task.now.cohort.tolist(), theta, strict=True)):
+        with torch.no_grad(), deterministic(self._precision, self._threads), autocast(self._precision, theta):
+            for at, (client, vector) in enumerate(zip(job.ctx.cohort.tolist(), theta, strict=True)):
                 self._model.load(module, vector)
-                work = {name: values[at] for name, values in (beside or {}).items()}
-                logits = partial(task.predict, self._model, work) if task.predict and beside else module
-                parts = task.people.data.inputs(client, split).split(_TEST_BATCH)
+                logits = partial(job.predict, self._model, take(scratch, at)) if job.predict and scratch else module
+                parts = job.clients.data.inputs(client, split).split(_TEST_BATCH)
                 found.append(torch.cat([logits(part).argmax(dim=1) for part in parts]).cpu())
         return found
 
-    def _run(self, task: Task, client: int, position: int, purpose: Purpose) -> tuple[Client, Tensor]:
+    def _run(self, job: PoolJob, client: int, position: int, purpose: Purpose) -> tuple[Client, Tensor]:
         """Run one client's program: this is also all that a remote node does."""
-        people, like = task.people, task.people.data.mean
-        hp = {name: like.new_tensor(value) for name, value in task.hp.items()}
-        counts = people.data.counts(client)
+        clients, like = job.clients, job.clients.data.mean
+        hparams = {name: like.new_tensor(value) for name, value in job.hparams.items()}
+        counts = clients.data.counts(client)
         about = {"n": counts.sum(), "counts": counts, "steps": torch.zeros_like(counts.sum())}
-        state = Client(own=people.own[client], down=_at(task.down, position), work={}, up={}, hp=hp, data=about)
-        key = fold(people.seed, task.now.round, client, purpose)
+        download = mask_unsent(take(job.download, position))
+        one = Client(clients.state[client], download, scratch={}, upload={}, hparams=hparams, data=about)
+        key = fold(clients.seed, job.ctx.round, client, purpose)
         loss = like.new_tensor(math.nan)
-        for phase, item in enumerate(task.program):
+        for phase, item in enumerate(job.program):
             if isinstance(item, Train):
-                x, y = people.data.inputs(client, "train"), people.data.targets(client, "train")
+                x, y = clients.data.inputs(client, "train"), clients.data.targets(client, "train")
                 data = self._batches(fold(key, phase), x, y, range(item.epochs), self._batch)
-                with steady(self._precision, self._threads), autocast(self._precision, like):
-                    state, losses = sgd(self._model, self._module(like), state, item, data)
+                with deterministic(self._precision, self._threads), autocast(self._precision, like):
+                    one, losses = sgd(self._model, self._module(like), one, item, data)
                 loss = torch.stack(losses).mean() if losses else loss
-                state = replace(state, data={**about, "steps": torch.full_like(about["n"], len(losses))})
+                one = replace(one, data={**about, "steps": torch.full_like(about["n"], len(losses))})
                 seen = item.epochs * (len(y) - (len(y) % self._batch == 1))
                 self.counters += Counters(len(losses), seen, seen)
             elif isinstance(item, Sweep):
-                x, y = people.data.inputs(client, "train"), people.data.targets(client, "train")
-                with steady(self._precision, self._threads), autocast(self._precision, like):
-                    state = self._sweep(state, item, fold(key, phase), x, y)
+                x, y = clients.data.inputs(client, "train"), clients.data.targets(client, "train")
+                with deterministic(self._precision, self._threads), autocast(self._precision, like):
+                    one = self._sweep(one, item, fold(key, phase), x, y)
             else:
-                state = item(self._model, state)
-        return state, loss
+                one = item(self._model, one)
+        return one, loss
 
     def _batches(
         self, key: Tensor, x: Tensor, y: Tensor, epochs: Iterable[int], size: int, smallest: int = 2, begun: int = 0
@@ -123,11 +128,11 @@ class Serial:
                 yield Batch(x[picked], y[picked], x.new_ones(len(picked)), step_key(key, epoch, at).to(y.device), *when)
 
     def _sweep(self, client: Client, phase: Sweep, key: Tensor, x: Tensor, y: Tensor) -> Client:
-        """Take a client's own function through its batches."""
+        """Run a method's own function on a client's batches."""
         if phase.fraction < 1:
             chosen = subset(key, len(y), phase.fraction).to(y.device)
             x, y = x[chosen], y[chosen]
-        without_norms(self._model)
+        refuse_batch_norm(self._model)
         size, steps, seen = len(y) if phase.whole else self._batch, 0, 0
         for epoch in range(phase.epochs if len(y) else 0):
             if phase.more is not None and not phase.more(self._model, client):
@@ -153,16 +158,16 @@ def sgd(
 
     Returns the client with its trained vectors, and the loss of each batch.
     """
-    work, hp, first = client.work, client.hp, phase.learn[0]
-    model.load(module, work[first])
+    scratch, hparams, first = client.scratch, client.hparams, phase.learn[0]
+    model.load(module, scratch[first])
     module.train()
-    vectors = {name: work[name].clone().requires_grad_() for name in phase.learn}
+    vectors = {name: scratch[name].clone().requires_grad_() for name in phase.learn}
     learned = list(module.parameters()) if phase.loss is None else list(vectors.values())
-    rates = float(hp[phase.lr]), float(hp["momentum"])
-    optimizer = torch.optim.SGD(learned, *rates, weight_decay=float(hp["weight_decay"]))
+    rates = float(hparams[phase.lr]), float(hparams["momentum"])
+    optimizer = torch.optim.SGD(learned, *rates, weight_decay=float(hparams["weight_decay"]))
     plain = phase.part == "all" and (phase.mask, phase.pull, phase.drift) == (None, None, None)
     if phase.loss is not None:
-        without_norms(model)
+        refuse_batch_norm(model)
     losses = []
     statistics = [buffer for name, buffer in module.named_buffers() if is_statistic(name)]
     for batch in data:
@@ -196,9 +201,9 @@ def _special_step(
     push = torch.zeros_like(before)
     if phase.pull is not None:
         anchor, mu = phase.pull
-        push += client.hp[mu] * (before - client.work[anchor][: len(before)])
+        push += client.hparams[mu] * (before - client.scratch[anchor][: len(before)])
     if phase.drift is not None:
-        push += client.work[phase.drift][: len(before)]
+        push += client.scratch[phase.drift][: len(before)]
     sizes = [piece.numel() for piece in pieces]
     for piece, part in zip(pieces, push.split(sizes), strict=True):
         assert piece.grad is not None
@@ -210,12 +215,12 @@ def _special_step(
 
 def _moving(model: Model, client: Client, phase: Train, like: Tensor) -> Tensor:
     """Return which entries of the first vector may move."""
-    size = len(client.work[phase.learn[0]])
+    size = len(client.scratch[phase.learn[0]])
     moving = torch.ones(size, dtype=torch.bool, device=like.device)
     if phase.part != "all":
         moving &= model.layout.is_head(like.device) == (phase.part == "head")
     if phase.mask is not None:
-        moving &= client.work[phase.mask]
+        moving &= client.scratch[phase.mask]
     return moving
 
 
@@ -225,47 +230,3 @@ def _put_back(pieces: Sequence[Tensor], before: Sequence[Tensor], moving: Tensor
     parts = moving.split([piece.numel() for piece in pieces])
     for piece, old, free in zip(pieces, before, parts, strict=True):
         piece.copy_(torch.where(free.view_as(piece), piece, old))
-
-
-def without_norms(model: Model) -> None:
-    """Refuse a model with BatchNorm where a method looks at logits itself."""
-    if model.layout.learned < model.layout.size:
-        raise FedobpError(
-            f"this method computes its own loss, which is not made for BatchNorm ('{model.name}'): use --model cnn"
-        )
-
-
-def last_models(task: Task, otherwise: Tensor) -> Tensor:
-    """Return each client's last local model, and `otherwise` for a client that has never trained."""
-    found = [task.people.last(client) for client in task.now.cohort.tolist()]
-    return torch.stack([otherwise if theta is None else theta for theta in found])
-
-
-def poisoned(value: Tensor | Sparse) -> Tensor | Sparse:
-    """Return what arrives at the other end of a wire: NaN in what is not sent."""
-    if isinstance(value, Sparse):
-        return Sparse(torch.where(value.keep, value.values, value.values.new_full((), math.nan)), value.keep)
-    return value
-
-
-def _at(record: Record, position: int) -> Record:
-    """Return one client's part of a cohort's record."""
-    return {
-        name: poisoned(Sparse(value.values[position], value.keep[position]))
-        if isinstance(value, Sparse)
-        else value[position]
-        for name, value in record.items()
-    }
-
-
-def _stack(records: list[Record]) -> Record:
-    """Return clients' records as the cohort's."""
-    stacked: Record = {}
-    for name, first in records[0].items():
-        values = [poisoned(record[name]) for record in records]
-        if isinstance(first, Sparse):
-            pairs = [value for value in values if isinstance(value, Sparse)]
-            stacked[name] = Sparse(torch.stack([p.values for p in pairs]), torch.stack([p.keep for p in pairs]))
-        else:
-            stacked[name] = torch.stack([value for value in values if isinstance(value, Tensor)])
-    return stacked

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedobp.algorithms import Tensors
 from fedobp.errors import FedobpError
+from fedobp.records import Tensors
 
 
 class Budget:

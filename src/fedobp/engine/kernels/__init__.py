@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from fedobp.engine.arithmetic import Precision
 from fedobp.models import NETS, Model
 from fedobp.models.nets import cnn
+from fedobp.options import Precision
 
 if TYPE_CHECKING:
     from fedobp.engine.kernels.fused import Fused

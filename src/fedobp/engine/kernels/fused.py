@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedobp.algorithms.base import Part
 from fedobp.data import FederatedData
-from fedobp.engine.fit import Rule, active
 from fedobp.engine.graphs import captured
 from fedobp.engine.kernels.convolutions import FusedCNN, Setting
 from fedobp.engine.kernels.rule import DECAY, DRIFT, MASK, MOMENTUM, PULL, arrange
@@ -20,6 +18,8 @@ from fedobp.engine.kernels.shapes import Shapes, flat_order, kernel_order
 from fedobp.engine.kernels.step import Arithmetic, Buffers, Kind, Launches, Samples, launches, refresh, splits_of
 from fedobp.engine.kernels.tiles import EXACT, Tiles
 from fedobp.engine.patches import patched
+from fedobp.engine.sgd import Rule, active
+from fedobp.method import Part
 from fedobp.models import Model
 from fedobp.transfer import send
 

@@ -7,11 +7,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedobp.algorithms.base import Part
 from fedobp.engine.kernels import backward, forward
 from fedobp.engine.kernels.rule import DRIFT, HIDDEN, MASK, MOMENTUM, PULL, SPREAD1, SUMS1, TAPS2
 from fedobp.engine.kernels.shapes import Shapes
 from fedobp.engine.kernels.tiles import Tiles
+from fedobp.method import Part
 
 Arithmetic = Literal["bf16", "tf32", "fp32"]
 Launches = dict[str, Callable[[], object]]

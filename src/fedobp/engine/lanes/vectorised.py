@@ -13,22 +13,24 @@ from torch.func import grad_and_value, vmap
 from torch.nn import functional
 from torch.utils import _pytree as trees
 
-from fedobp.algorithms import Batch, Client, Tensors
 from fedobp.data import FederatedData
-from fedobp.engine.arithmetic import Precision, autocast
-from fedobp.engine.fit import Make, Rule, Step, descend, move, scaled
+from fedobp.engine.failures import refuse_batch_norm
 from fedobp.engine.graphs import Graphs
+from fedobp.engine.lanes.phases import Lane, rule_of, scaling_of, stacked_part
 from fedobp.engine.patches import patched
-from fedobp.engine.phases import Lane, rule_of, scaling_of, stacked_home
+from fedobp.engine.precision import autocast
 from fedobp.engine.schedule import SUBSET, batches_of, orders, step_key
-from fedobp.engine.serial import without_norms
+from fedobp.engine.sgd import Make, Rule, Step, move, run_steps, scaled
+from fedobp.method import Batch, Client
 from fedobp.models import Model
+from fedobp.options import Precision
+from fedobp.records import Tensors
 from fedobp.transfer import send
 
 if TYPE_CHECKING:
     from fedobp.engine.kernels.fused import Fused
 
-_HOMES = ("own", "down", "work", "hp", "data")  # where a client's values live
+_PARTS = ("state", "download", "scratch", "hparams", "data")  # of a `Client`: all that its functions may read
 
 
 class Vectorised:
@@ -70,43 +72,43 @@ class Vectorised:
         item, model, precision = lanes[0].phase.item, self.model_on(ids.device), self._precision
         layout, loss_of, first = model.layout, item.loss, item.learn[0]
 
-        def one(learned: Tensors, homes: dict[str, Any], batch: Batch) -> Any:
+        def one(learned: Tensors, parts: dict[str, Any], batch: Batch) -> Any:
             if loss_of is not None:
-                client = Client(**{**homes, "work": {**homes["work"], **learned}}, up={})
+                client = Client(**{**parts, "scratch": {**parts["scratch"], **learned}}, upload={})
                 return loss_of(model, client, batch), ()
             logits, statistics = model.trained(learned[first], batch.x, batch.weight)
             return batch.mean(functional.cross_entropy(logits, batch.y, reduction="none")), statistics
 
         step_of: Callable[..., Any] = vmap(grad_and_value(one, has_aux=True))
         if loss_of is not None:
-            without_norms(model)
-            homes = {home: stacked_home(lanes, home) for home in _HOMES}
-            learned = {name: homes["work"].pop(name) for name in item.learn}
+            refuse_batch_norm(model)
+            parts = {part: stacked_part(lanes, part) for part in _PARTS}
+            learned = {name: parts["scratch"].pop(name) for name in item.learn}
         else:
-            homes, learned = {}, {first: torch.stack([row for [row] in rows])}
+            parts, learned = {}, {first: torch.stack([row for [row] in rows])}
         rules = {name: rule_of(lanes, learned[name].shape[1], special=name == first) for name in item.learn}
         free = rules[first].moving
         if item.part != "all":
             inside = layout.is_head(ids.device) == (item.part == "head")
             free = (inside if free is None else inside & free).expand(len(lanes), -1)
-        given: dict[str, Any] = {"homes": homes, "scaling": scaling_of(lanes)}
+        given: dict[str, Any] = {"parts": parts, "scaling": scaling_of(lanes)}
         if loss_of is None:
             entries = torch.arange(layout.size, device=ids.device).expand(len(lanes), -1)
             free = torch.ones_like(entries, dtype=torch.bool) if free is None else free
             given["statistics"], free = free[:, layout.learned :], free & (entries < layout.learned)
         rules[first] = replace(rules[first], moving=free)
         given["rules"] = {name: rule.used() for name, rule in rules.items()}
-        samples = lanes[0].phase.task.people.data
+        samples = lanes[0].phase.job.clients.data
 
         def make(given: Any, moving: Any, awake: int) -> Step:
-            homes, scaling, learned, total = first_lanes(
-                (given["homes"], given["scaling"], moving["learned"], moving["loss"]), awake
+            parts, scaling, learned, total = first_lanes(
+                (given["parts"], given["scaling"], moving["learned"], moving["loss"]), awake
             )
             rules = {name: Rule(**rule).part(awake) for name, rule in given["rules"].items()}
 
             def step(now: Tensors) -> None:
                 with autocast(precision, total):
-                    gradients, (loss, seen) = step_of(learned, homes, batch_of(samples, scaling, now))
+                    gradients, (loss, seen) = step_of(learned, parts, batch_of(samples, scaling, now))
                 there = now["counts"] > 0
                 total.add_(loss * there)
                 for name, rule in rules.items():
@@ -122,46 +124,48 @@ class Vectorised:
         steps = torch.arange(len(ids), device=ids.device)[:, None].expand(-1, len(lanes))
         plan = plan_of(keys_of(lanes), ids, counts, steps, steps // per_epoch, steps % per_epoch)
         moving = {"learned": learned, "loss": learned[first].new_zeros(len(lanes))}
-        slots = self._descend(lanes, given, moving, plan, [lane.steps for lane in lanes], make)
+        slots = self._run_steps(lanes, given, moving, plan, [lane.steps for lane in lanes], make)
         for at, vectors in enumerate(rows):
             torch._foreach_copy_(list(vectors), [values[at] for values in learned.values()])
         return moving["loss"], slots
 
     def sweep(self, lanes: Sequence[Lane], size: int) -> tuple[Tensors, list[int], int]:
-        """Take a stack through a sweep: return `work` after it, each lane's epochs, and the slots taken."""
-        item, data = lanes[0].phase.item, [lane.phase.task.people.data for lane in lanes]
+        """Take a stack through a sweep: return `scratch` after it, each lane's epochs, and the slots taken."""
+        item, data = lanes[0].phase.item, [lane.phase.job.clients.data for lane in lanes]
         samples, device, keys = data[0], data[0].x.device, keys_of(lanes)
         model, precision = self.model_on(device), self._precision
-        homes = {home: stacked_home(lanes, home) for home in _HOMES}
-        work = homes.pop("work")
+        parts = {part: stacked_part(lanes, part) for part in _PARTS}
+        scratch = parts.pop("scratch")
         chosen = None
         if item.fraction < 1:
             all_of = [one.size(lane.client, "train") for one, lane in zip(data, lanes, strict=True)]
             chosen = orders(keys, all_of, [1] * len(lanes), max(all_of), 1, SUBSET).positions[:, 0]
 
-        def one(work: Tensors, homes: dict[str, Any], batch: Batch) -> Any:
-            return item.step(model, Client(**homes, work=work, up={}), batch).work
+        def one(scratch: Tensors, parts: dict[str, Any], batch: Batch) -> Any:
+            return item.step(model, Client(**parts, scratch=scratch, upload={}), batch).scratch
 
-        def more(work: Tensors, homes: dict[str, Any]) -> Any:
-            return item.more(model, Client(**homes, work=work, up={}))
+        def more(scratch: Tensors, parts: dict[str, Any]) -> Any:
+            return item.more(model, Client(**parts, scratch=scratch, upload={}))
 
         step_of: Callable[..., Any] = vmap(one)
 
         def make(given: Any, moving: Any, awake: int) -> Step:
-            homes, scaling, alive, work = first_lanes((given["homes"], given["scaling"], given["alive"], moving), awake)
+            parts, scaling, alive, scratch = first_lanes(
+                (given["parts"], given["scaling"], given["alive"], moving), awake
+            )
 
             def step(now: Tensors) -> None:
                 batch = batch_of(samples, scaling, now)
                 with autocast(precision, batch.x):
-                    after = step_of(work, homes, batch)
+                    after = step_of(scratch, parts, batch)
                 goes = alive & (now["counts"] > 0)
                 # What has not changed is left alone. One may be another one's old value: then it is copied first.
-                held = {values.untyped_storage().data_ptr() for values in work.values()}
-                changed = {name: values for name, values in after.items() if values is not work[name]}
+                held = {values.untyped_storage().data_ptr() for values in scratch.values()}
+                changed = {name: values for name, values in after.items() if values is not scratch[name]}
                 for name, values in changed.items():
                     changed[name] = values.clone() if values.untyped_storage().data_ptr() in held else values
                 for name, values in changed.items():
-                    here, old = goes.view(-1, *[1] * (values.ndim - 1)), work[name]
+                    here, old = goes.view(-1, *[1] * (values.ndim - 1)), scratch[name]
                     torch.where(here, values.detach().to(old.dtype), old, out=old)
 
             return step
@@ -172,7 +176,7 @@ class Vectorised:
         at_once = item.epochs if item.more is None else 1
         for first in range(0, item.epochs, at_once):
             if item.more is not None:
-                alive &= vmap(more)(work, homes)
+                alive &= vmap(more)(scratch, parts)
                 if not alive.any():
                     break
             going = alive.tolist() if item.more is not None else [True] * len(lanes)
@@ -184,23 +188,23 @@ class Vectorised:
             ids, counts = ids_of(lanes, positions).transpose(0, 1), counts.t()
             steps = torch.arange(len(ids), device=device)[:, None].expand(-1, len(lanes))
             plan = plan_of(keys, ids, counts, first * rows + steps, first + steps // rows, steps % rows)
-            given = {"homes": homes, "scaling": scaling_of(lanes), "alive": alive}
-            slots += self._descend(lanes, given, work, plan, [at_once * lane.steps for lane in lanes], make)
-        return work, epochs, slots
+            given = {"parts": parts, "scaling": scaling_of(lanes), "alive": alive}
+            slots += self._run_steps(lanes, given, scratch, plan, [at_once * lane.steps for lane in lanes], make)
+        return scratch, epochs, slots
 
-    def _descend(
+    def _run_steps(
         self, lanes: Sequence[Lane], given: Any, moving: Any, plan: Tensors, steps: Sequence[int], make: Make
     ) -> int:
         """Take all steps; on CUDA from graphs, but for a sweep over whole shards: no two cohorts' are equally large."""
         phase = lanes[0].phase
         if plan["counts"].is_cuda and not getattr(phase.item, "whole", False):
-            return self._graphs.descend(phase.kind, given, moving, plan, steps, make)
-        return descend(given, moving, plan, steps, make)
+            return self._graphs.run_steps(phase.kind, given, moving, plan, steps, make)
+        return run_steps(given, moving, plan, steps, make)
 
 
 def keys_of(lanes: Sequence[Lane]) -> Tensor:
     """Return the lanes' keys, on their device."""
-    return send(torch.stack([lane.phase.keys[lane.row] for lane in lanes]), lanes[0].phase.task.people.data.x.device)
+    return send(torch.stack([lane.phase.keys[lane.row] for lane in lanes]), lanes[0].phase.job.clients.data.x.device)
 
 
 def plan_of(keys: Tensor, ids: Tensor, counts: Tensor, step: Tensor, epoch: Tensor, batch: Tensor) -> Tensors:
@@ -224,8 +228,8 @@ def first_lanes(tree: Any, lanes: int) -> Any:
 def ids_of(lanes: Sequence[Lane], positions: Tensor) -> Tensor:
     """Return the samples at positions [lanes, ...] in each lane's training part."""
     ids = torch.empty_like(positions)
-    for data in {id(lane.phase.task.people.data): lane.phase.task.people.data for lane in lanes}.values():
-        rows = [at for at, lane in enumerate(lanes) if lane.phase.task.people.data is data]
+    for data in dict.fromkeys(lane.phase.job.clients.data for lane in lanes):
+        rows = [at for at, lane in enumerate(lanes) if lane.phase.job.clients.data is data]
         who = torch.tensor([lanes[at].client for at in rows])
         where = send(rows, positions.device)
         ids[where] = data.ids(who, positions[where], "train")

@@ -1,4 +1,4 @@
-"""What no federation can know, and a simulation can: the gradient over everybody's data."""
+"""The gradient over all clients' data: a simulation can compute it, a real federation cannot."""
 
 import torch
 from torch import Tensor
@@ -6,16 +6,17 @@ from torch.func import grad, vmap
 from torch.nn import functional
 
 from fedobp.data import FederatedData
-from fedobp.engine.arithmetic import Precision, steady
-from fedobp.engine.serial import without_norms
+from fedobp.engine.failures import refuse_batch_norm
+from fedobp.engine.precision import deterministic
 from fedobp.models import Model
+from fedobp.options import Precision
 
 _ROWS, _SAMPLES = 10, 256  # at once
 
 
-def pooled_gradient(model: Model, data: FederatedData, precision: Precision, theta: Tensor) -> Tensor:
+def global_gradient(model: Model, data: FederatedData, precision: Precision, theta: Tensor) -> Tensor:
     """Return the gradient of the mean loss over all clients' training samples, at each of [rows, N]."""
-    without_norms(model)
+    refuse_batch_norm(model)
     ids = data.pool("train")
 
     def total(one: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -23,7 +24,7 @@ def pooled_gradient(model: Model, data: FederatedData, precision: Precision, the
 
     slope = vmap(grad(total), in_dims=(0, None, None))
     gradient = torch.zeros_like(theta)
-    with steady(precision):
+    with deterministic(precision):
         for some in torch.arange(len(theta), device=theta.device).split(_ROWS):
             for part in ids.split(_SAMPLES):
                 gradient[some] += slope(theta[some], data.samples(part), data.y[part])

@@ -75,7 +75,7 @@ Step = Callable[[dict[str, Tensor]], None]
 Make = Callable[[Any, Any, int], Step]
 
 
-def descend(given: Any, moving: Any, plan: Mapping[str, Tensor], steps: Sequence[int], make: Make) -> int:
+def run_steps(given: Any, moving: Any, plan: Mapping[str, Tensor], steps: Sequence[int], make: Make) -> int:
     """Take all steps of a stack, whose lanes have the given numbers of them; return how many batch slots that took."""
     most = plan["ids"].shape[2]
     counts = None if plan["counts"].is_cuda else plan["counts"].tolist()  # there one would wait for it

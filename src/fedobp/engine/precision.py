@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fedobp.models import Model
+from fedobp.options import Precision
 
-Precision = Literal["fp32", "fp64", "tf32", "bf16"]
 _SMALL = 200_000  # parameters
 
 
@@ -19,7 +18,7 @@ def dtype_of(precision: Precision) -> torch.dtype:
 
 
 @contextmanager
-def steady(precision: Precision, threads: int | None = None) -> Iterator[None]:
+def deterministic(precision: Precision, threads: int | None = None) -> Iterator[None]:
     """Compute so that the same input gives the same bits, in the stated precision, on a number of threads."""
     tf32 = precision in ("tf32", "bf16")
     before, matmul = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32

@@ -1,0 +1,173 @@
+"""Methods by name: the built-in ones, and those that other packages declare as entry points."""
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from importlib.metadata import EntryPoint, entry_points
+from traceback import walk_tb
+
+from fedobp.algorithms.apfl import APFL
+from fedobp.algorithms.decoupled import Decoupled
+from fedobp.algorithms.ditto import Ditto
+from fedobp.algorithms.fedala import FedALA
+from fedobp.algorithms.fedavg import FedAvg, FedAvgFT, FedAvgLast
+from fedobp.algorithms.fedbabu import FedBABU
+from fedobp.algorithms.fedbn import FedBN
+from fedobp.algorithms.feddpa import FedDPA
+from fedobp.algorithms.fedobp import FedOBP
+from fedobp.algorithms.fedpac import FedPAC
+from fedobp.algorithms.fedper import FedPer
+from fedobp.algorithms.fedprox import FedProx
+from fedobp.algorithms.fedrep import FedRep
+from fedobp.algorithms.fedrod import FedRoD
+from fedobp.algorithms.fedselect import FedSelect
+from fedobp.algorithms.floco import Floco
+from fedobp.algorithms.flute import Flute
+from fedobp.algorithms.lg_fedavg import LGFedAvg
+from fedobp.algorithms.local import LocalOnly
+from fedobp.algorithms.pfedfda import PFedFDA
+from fedobp.algorithms.pfedme import PFedMe
+from fedobp.algorithms.pfedsim import PFedSim
+from fedobp.algorithms.pspfl import PSPFL
+from fedobp.algorithms.scaffold import Scaffold
+from fedobp.algorithms.seqfededt import SeqFedEDT
+from fedobp.errors import FedobpError, Stopped, described, unknown
+from fedobp.method import Method
+from fedobp.options import Option
+
+METHODS: dict[str, type[Method]] = {
+    method.name: method
+    for method in (
+        FedOBP,
+        Decoupled,
+        LocalOnly,
+        FedAvg,
+        FedAvgFT,
+        FedAvgLast,
+        FedPer,
+        APFL,
+        LGFedAvg,
+        FedRep,
+        PFedFDA,
+        Flute,
+        FedDPA,
+        Floco,
+        FedALA,
+        FedSelect,
+        Ditto,
+        PFedMe,
+        FedRoD,
+        FedBABU,
+        PFedSim,
+        FedPAC,
+        PSPFL,
+        SeqFedEDT,
+        FedProx,
+        Scaffold,
+        FedBN,
+    )
+}
+
+
+def method_class(name: str) -> type[Method]:
+    """Return a method's class by its name: a built-in one, or one of another package."""
+    if name in METHODS:
+        return METHODS[name]
+    found = _entry_points()
+    if name not in found:
+        raise unknown("method", name, names())
+    return _loaded(name, found[name])
+
+
+def names() -> list[str]:
+    """Return the names of all methods, also of those in other packages, which are not loaded here."""
+    return list(dict.fromkeys([*METHODS, *_entry_points()]))
+
+
+def available() -> tuple[dict[str, type[Method]], dict[str, FedobpError]]:
+    """Return all methods by name, and what is wrong with the entry points of other packages that give none."""
+    methods, failed = dict(METHODS), {}
+    for name, found in _entry_points().items():
+        try:
+            methods[name] = _loaded(name, found)
+        except FedobpError as error:
+            failed[name] = error
+    return methods, failed
+
+
+@contextmanager
+def attributing_errors(method: type[Method]) -> Iterator[None]:
+    """Turn what a method of another package raises into a user error that names the method and the place.
+
+    What a built-in method raises is left as it is: unless it is a `FedobpError`, it is a bug of the library.
+    """
+    package = method.__module__.partition(".")[0]
+    try:
+        yield
+    except (FedobpError, KeyboardInterrupt, Stopped):
+        raise
+    except BaseException as error:  # also SystemExit
+        if package == __name__.partition(".")[0]:
+            raise
+        places = [
+            f"{frame.f_code.co_filename}:{line}"
+            for frame, line in walk_tb(error.__traceback__)
+            if frame.f_globals.get("__name__", "").partition(".")[0] == package
+        ]
+        where = places[-1] if places else _definition(method)
+        raise FedobpError(f"{described(error)} (method '{method.name}', {where})") from error
+
+
+def _definition(method: type[Method]) -> str:
+    """Return the file and line of a class."""
+    try:
+        return f"{inspect.getsourcefile(method)}:{inspect.getsourcelines(method)[1]}"
+    except (OSError, TypeError):  # no source
+        return method.__module__
+
+
+def _entry_points() -> dict[str, list[EntryPoint]]:
+    """Return what installed packages declare in the group `fedobp.methods`, by name."""
+    found: dict[str, list[EntryPoint]] = {}
+    for one in entry_points(group="fedobp.methods"):
+        found.setdefault(one.name, []).append(one)
+    return found
+
+
+def _loaded(name: str, found: Sequence[EntryPoint]) -> type[Method]:
+    """Load another package's method, or say why that cannot be done."""
+    values = list(dict.fromkeys(one.value for one in found))
+    which = f"the entry point '{name}' ({' and '.join(values)})"
+    if name in METHODS:
+        raise FedobpError(f"{which} has the name of a built-in method: its package must give it another one")
+    if len(values) > 1:
+        raise FedobpError(f"{which} is declared more than once: uninstall all but one of its packages")
+    try:
+        with redirect_stdout(sys.stderr):  # standard output is the command's
+            method = found[0].load()
+        problem = _problem(method, name)
+    except (KeyboardInterrupt, Stopped):
+        raise
+    except BaseException as error:  # also SystemExit
+        raise FedobpError(f"the method '{name}' ({values[0]}) cannot be loaded: {described(error)}") from error
+    if problem:
+        raise FedobpError(f"{which} {problem}")
+    loaded: type[Method] = method
+    return loaded
+
+
+def _problem(method: object, name: str) -> str | None:
+    """Return what a class lacks to be a method of that name."""
+    if not (isinstance(method, type) and issubclass(method, Method) and getattr(method, "name", None) == name):
+        return "is no subclass of `Method` of that name"
+    if not re.fullmatch("[A-Za-z0-9_.-]+", name):
+        return "has a name that is not only letters, digits, `-`, `_` and `.`"
+    for text in ("summary", "paper"):
+        if not isinstance(getattr(method, text, None), str):
+            return f"has no text `{text}`"
+    for spec in method.options():
+        if "doc" not in spec.metadata or not isinstance(spec.default, Option):
+            return f"has a field '{spec.name}' that is not declared with `option`"
+    return None

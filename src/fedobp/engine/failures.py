@@ -1,0 +1,60 @@
+"""How failures of runs are kept apart, and what is said about models that cannot be trained on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from fedobp.errors import FedobpError, Stopped
+from fedobp.method import CohortUpdate, Method, Model, RoundContext
+
+T = TypeVar("T")
+
+
+def caught(function: Callable[[], T]) -> T | BaseException:
+    """Return what a function returns or raises, whatever that is; only an interrupt passes."""
+    try:
+        return function()
+    except (KeyboardInterrupt, Stopped):
+        raise
+    except BaseException as error:  # also SystemExit
+        return error
+
+
+def without_failures(answers: Sequence[CohortUpdate | BaseException]) -> list[CohortUpdate]:
+    """Return answers, or raise the first exception among them."""
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return [answer for answer in answers if isinstance(answer, CohortUpdate)]
+
+
+def refuse_batch_norm(model: Model) -> None:
+    """Refuse a model with BatchNorm where a method computes logits itself."""
+    if model.layout.learned < model.layout.size:
+        raise FedobpError(
+            f"this method computes its own loss, which is not made for BatchNorm ('{model.name}'): use --model cnn"
+        )
+
+
+def diverged(ctx: RoundContext, finite: Tensor, hparams: Mapping[str, float], method: Method) -> FedobpError:
+    """Return what to say when clients' weights are no longer numbers; `finite` is False for those.
+
+    A penalty of strength s, such as weight decay, moves a weight by lr s of its distance in a step: with momentum m
+    that alone diverges where lr s is above 2 (1 + m). Where no number is that large, the learning rate is named, and
+    what was raised beside it.
+    """
+    client = int(ctx.cohort[~finite.cpu()][0])
+    lr, momentum = hparams["lr"], hparams["momentum"]
+    unbounded: dict[str, Any] = {spec.name: spec.default for spec in method.options() if spec.metadata["high"] is None}
+    options = {name: hparams[name] for name in unbounded if name in hparams}
+    penalties = {"weight_decay": hparams["weight_decay"], **options}
+    causes = {name: value for name, value in penalties.items() if lr <= 1 and lr * value > 2 * (1 + momentum)}
+    if not causes:
+        raised = {name: value for name, value in options.items() if value > unbounded[name]}
+        causes = {"lr": lr, **({"momentum": momentum} if momentum else {}), **raised}
+    flags = {"lr": "--lr", "momentum": "--momentum", "weight_decay": "--weight-decay"}
+    smaller = " or ".join(f"{flags.get(name, f'--set {name}')} (it is {value:g})" for name, value in causes.items())
+    return FedobpError(
+        f"round {ctx.round}, client {client}: the loss or the weights are no longer finite; use a smaller {smaller}"
+    )

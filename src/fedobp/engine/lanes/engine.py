@@ -1,0 +1,329 @@
+"""The lanes engine: all clients of a round, and of all runs of a launch, train at once.
+
+A lane is one (run, client) pair with its own weights, data order and state. The programs of several runs advance side
+by side: plain functions are vectorised over a cohort, and wherever several runs have reached a phase of one kind, their
+lanes train together. On CUDA the steps are replayed from graphs.
+"""
+
+import math
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, cached_property, partial
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from fedobp.data import Split
+from fedobp.engine.client_pool import PoolJob
+from fedobp.engine.failures import caught, without_failures
+from fedobp.engine.graphs import KINDS, Graphs
+from fedobp.engine.kernels import fused_for
+from fedobp.engine.lanes.phases import Phase, PhaseResult
+from fedobp.engine.lanes.trainer import Trainer, order_key
+from fedobp.engine.lanes.vectorised import Vectorised
+from fedobp.engine.lanes.workers import Workers
+from fedobp.engine.precision import autocast
+from fedobp.engine.protocol import Counters, PersonalModels, Prepared
+from fedobp.engine.schedule import batches_of
+from fedobp.engine.stack import Columns, Forward, Grouped, stacked
+from fedobp.keys import Purpose, fold
+from fedobp.method import Client, CohortUpdate, Sweep, Train
+from fedobp.models import Model
+from fedobp.options import Precision
+from fedobp.records import Record, Tensors, mask_unsent
+from fedobp.transfer import send
+
+if TYPE_CHECKING:
+    from fedobp.engine.kernels.fused import Fused
+
+_TEST_BATCH = 256
+_STREAMS = 16
+
+
+class Finished(NamedTuple):
+    """A cohort after its program."""
+
+    client: Client  # with a leading axis
+    loss: Tensor
+    processed: int  # samples that went through models
+
+
+Steps = Generator[Phase, PhaseResult, Finished]  # of a program: it stops at every phase
+
+
+class Lanes:
+    """Runs cohorts side by side. `memory` bounds, in bytes, what lanes of one kind that train at one time may take."""
+
+    def __init__(self, model: Model, batch: int, precision: Precision = "fp32", memory: float = math.inf) -> None:
+        self._model, self._batch, self._precision = model, batch, precision
+        self._low = precision == "bf16"
+        self._forms: dict[str, Forward] = {"cpu": stacked(model, Grouped), "cuda": stacked(model, Columns)}
+        graphs = Graphs()
+        # The fused kernels, where there are any for this model on a device.
+        self._kernels: Callable[[torch.device], Fused | None] = cache(partial(fused_for, model, batch, precision))
+        self._functions = Vectorised(model, batch, precision, graphs, self._kernels)
+        self._workers = Workers(model, batch, precision, memory, self._forms, self._kernels)
+        self._trainer = Trainer(
+            model, batch, self._low, self._workers, self._forms, graphs, self._functions, self._kernels
+        )
+        self._free = cycle(torch.cuda.Stream() for _ in range(_STREAMS))
+        self._streams: dict[Hashable, torch.cuda.Stream] = {}
+        self.counters = Counters()
+
+    @cached_property
+    def _side_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()
+
+    def try_train(
+        self, jobs: Sequence[PoolJob], prepared: Prepared | None = None
+    ) -> list[CohortUpdate | BaseException]:
+        """Run the client programs of several runs on their cohorts, and keep each client's new state."""
+        answers: list[Any] = self._run(jobs, Purpose.TRAIN, prepared)
+        for at, (job, answer) in enumerate(zip(jobs, answers, strict=True)):
+            if not isinstance(answer, BaseException):
+                answers[at] = caught(partial(self._kept, job, *answer))
+        runs = [(job, one) for job, one in zip(jobs, answers, strict=True) if not isinstance(one, BaseException)]
+        if not runs:
+            return answers
+        # For all runs at once: many small transfers to a device are slower than one.
+        sizes = [[job.clients.data.size(client, "train") for client in job.ctx.cohort.tolist()] for job, _ in runs]
+        cohorts = list(map(len, sizes))
+        finite = torch.cat([sums for _, (_, sums, _, _) in runs]).isfinite()
+        finite &= ~torch.cat([loss for _, (_, _, loss, _) in runs]).isinf()
+        counts = send([n for cohort in sizes for n in cohort], finite.device).split(cohorts)
+        updates = (
+            CohortUpdate(upload, n, sum(cohort), loss, fine, processed)
+            for (_, (upload, _, loss, processed)), cohort, n, fine in zip(
+                runs, sizes, counts, finite.split(cohorts), strict=True
+            )
+        )
+        return [one if isinstance(one, BaseException) else next(updates) for one in answers]
+
+    def train(self, jobs: Sequence[PoolJob], prepared: Prepared | None = None) -> list[CohortUpdate]:
+        """Do the same, and raise the first exception."""
+        return without_failures(self.try_train(jobs, prepared))
+
+    def _kept(self, job: PoolJob, done: Client, loss: Tensor, processed: int) -> tuple[Record, Tensor, Tensor, int]:
+        """Keep clients' new state; return uploads, sums that show what is not finite, losses and samples."""
+        job.clients.keep(job.ctx.cohort.tolist(), done.state, done.theta)
+        return mask_unsent(done.upload), done.theta.sum(dim=1), loss, processed
+
+    def prepare(self, jobs: Sequence[PoolJob]) -> Prepared:
+        """Order the samples of the next jobs on a stream of its own, while CUDA works on the last ones.
+
+        On the CPU nothing is idle, so nothing is computed ahead.
+        """
+        data = [job.clients.data for job in jobs]
+        if not data or not data[0].x.is_cuda:
+            return Prepared({})
+        groups: dict[Hashable, list[Phase]] = {}
+        for job in jobs:
+            items = ((at, item) for at, item in enumerate(job.program) if isinstance(item, Train))
+            for at, item in islice(items, 1):
+                phase = Phase(job, item, None, fold(_keys(job, Purpose.TRAIN), at))
+                groups.setdefault((phase.options, item.loss), []).append(phase)
+        with torch.cuda.stream(self._side_stream):
+            stacks = [stack for phases in groups.values() for stack in self._trainer.stacks(phases, data[0].mean)]
+            found = {order_key(lanes): self._trainer.data_order(lanes) for lanes in stacks}
+        return Prepared(found, self._side_stream)
+
+    def personalize(self, job: PoolJob) -> PersonalModels:
+        """Run a program on a cohort for the models that it uses; changes of client state are dropped."""
+        [answer] = self._run([job], Purpose.SERVE)
+        if isinstance(answer, BaseException):
+            raise answer
+        done = answer.client
+        none = torch.zeros_like(done.theta, dtype=torch.bool)
+        scratch = done.scratch if job.predict else {}
+        return PersonalModels(done.theta, done.scratch.get("mine", none), scratch, answer.processed)
+
+    def predict(self, job: PoolJob, theta: Tensor, split: Split, scratch: Tensors | None = None) -> list[Tensor]:
+        """Return the labels that each client's model gives to its samples, on the CPU."""
+        data, clients, device = job.clients.data, job.ctx.cohort, theta.device
+        special = partial(job.predict, self._functions.model_on(device)) if job.predict and scratch else None
+        sizes = [data.size(client, split) for client in clients.tolist()]
+        found = torch.zeros(len(sizes), max(sizes), dtype=torch.int64, device=device)
+
+        @torch.no_grad()
+        def test(rows: Sequence[int]) -> None:
+            chosen = torch.tensor(rows)
+            fused, longest = self._kernels(device), sizes[rows[0]]
+            if fused and longest and special is None:
+                positions = torch.arange(longest, device=device).expand(len(rows), -1)
+                ids = data.ids(clients[chosen], positions, split)
+                there = send(chosen, device)
+                found[there, :longest] = fused.labels(theta[there], ids, [sizes[row] for row in rows], data)
+                return
+            there = chosen.to(device)
+            mine = {name: values[there] for name, values in (scratch or {}).items()}
+            tensors = self._model.layout.views(theta[there])
+            for start in range(0, longest, _TEST_BATCH):
+                width = min(_TEST_BATCH, longest - start)
+                lanes = sum(sizes[row] > start for row in rows)
+                positions = torch.arange(start, start + width, device=device).expand(lanes, -1)
+                ids = data.ids(clients[chosen[:lanes]], positions, split)
+                x = data.samples(ids.flatten()).unflatten(0, ids.shape)
+                if special:
+                    with autocast(self._precision, x):
+                        logits = vmap(special)({name: values[:lanes] for name, values in mine.items()}, x)
+                else:
+                    logits = self._logits({name: tensor[:lanes] for name, tensor in tensors.items()}, x)
+                found[there[:lanes], start : start + width] = logits.argmax(dim=2)
+
+        longest_first = sorted(range(len(sizes)), key=lambda row: -sizes[row])
+        stacks = self._workers.stacks(longest_first, theta, _TEST_BATCH, plain=special is None)
+        self._workers.map(test, stacks, device)
+        labels = found.cpu()
+        return [labels[row, :size] for row, size in enumerate(sizes)]
+
+    def _logits(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        if self._low:
+            x, tensors = x.bfloat16(), {name: tensor.bfloat16() for name, tensor in tensors.items()}
+        return self._forms[x.device.type](tensors, x)
+
+    # Programs.
+
+    def _run(
+        self, jobs: Sequence[PoolJob], purpose: Purpose, prepared: Prepared | None = None
+    ) -> list[Finished | BaseException]:
+        """Run all programs side by side; those that have reached phases of one kind train together.
+
+        A program that fails ends with its exception, and the others go on.
+        """
+        programs = [self._steps(job, purpose, prepared) for job in jobs]
+        done: dict[int, Finished | BaseException] = {}
+        waiting: dict[int, tuple[Hashable, Phase]] = {}
+
+        def advance(at: int, answer: PhaseResult | None) -> None:
+            try:
+                phase = next(programs[at]) if answer is None else programs[at].send(answer)
+                kind = phase.kind
+                hash(kind)
+                waiting[at] = kind, phase
+            except StopIteration as end:
+                done[at] = end.value
+
+        def go_on(at: int, answer: PhaseResult | BaseException | None) -> None:
+            failure = answer if isinstance(answer, BaseException) else caught(partial(advance, at, answer))
+            if failure is not None:
+                done[at] = failure
+
+        for at in range(len(jobs)):
+            go_on(at, None)
+        while waiting:
+            groups: dict[Hashable, list[int]] = {}
+            for at, (kind, _) in waiting.items():
+                groups.setdefault(kind, []).append(at)
+            answers = self._side_by_side({kind: [waiting[at][1] for at in group] for kind, group in groups.items()})
+            waiting.clear()
+            for kind, group in groups.items():
+                for at, answer in zip(group, answers[kind], strict=True):
+                    go_on(at, answer)
+        return [done[at] for at in range(len(jobs))]
+
+    def _side_by_side(
+        self, groups: Mapping[Hashable, Sequence[Phase]]
+    ) -> dict[Hashable, list[PhaseResult | BaseException]]:
+        """Carry out phases of several kinds.
+
+        On CUDA each kind has its stream, because few lanes leave most of a card idle. That is safe without further
+        care: within a wave nothing runs on the stream that called, and every program holds what its phase reads.
+        """
+        device = next(iter(groups.values()))[0].job.clients.data.x.device
+        if device.type != "cuda":
+            return {kind: self._carry_out(phases) for kind, phases in groups.items()}
+        self._kernels(device)  # their tables are for all streams
+        here, found = torch.cuda.current_stream(), {}
+        # Those last that ask clients whether to go on: there the host waits.
+        for kind, phases in sorted(groups.items(), key=lambda one: getattr(one[1][0].item, "more", None) is not None):
+            stream = self._stream_of(kind)
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                found[kind] = self._carry_out(phases)
+        for kind in groups:
+            here.wait_stream(self._stream_of(kind))
+        return found
+
+    def _carry_out(self, phases: Sequence[Phase]) -> list[PhaseResult | BaseException]:
+        """Carry out phases of one kind together; where that fails, without those that fail alone."""
+        results, counters = self._carried_out(phases)
+        self.counters += counters
+        return results
+
+    def _carried_out(self, phases: Sequence[Phase]) -> tuple[list[PhaseResult | BaseException], Counters]:
+        found = caught(partial(self._trainer.run, phases))
+        if not isinstance(found, BaseException):
+            return [*found[0]], found[1]
+        if len(phases) == 1:
+            return [found], Counters()
+        del found  # its frames hold memory
+        alone, counters = zip(*(self._carried_out([phase]) for phase in phases), strict=True)
+        results = [one for [one] in alone]
+        right = [phase for phase, one in zip(phases, results, strict=True) if not isinstance(one, BaseException)]
+        if len(right) in (0, len(phases)):
+            return results, sum(counters, Counters())
+        again, counter = self._carried_out(right)  # the steps that they took alone are taken again, and counted once
+        rest = iter(again)
+        return [one if isinstance(one, BaseException) else next(rest) for one in results], counter
+
+    def _stream_of(self, kind: Hashable) -> torch.cuda.Stream:
+        """Return a kind's stream, always the same: its graphs share scratch memory with all that runs there."""
+        self._streams[kind] = self._streams.pop(kind) if kind in self._streams else next(self._free)
+        if len(self._streams) > 2 * KINDS:
+            del self._streams[next(iter(self._streams))]  # whose graphs are long gone
+        return self._streams[kind]
+
+    def _steps(self, job: PoolJob, purpose: Purpose, prepared: Prepared | None) -> Steps:
+        """Run one program on its cohort; stop at every `Train` and `Sweep`, whose result is sent in."""
+        clients, like, cohort = job.clients, job.clients.data.mean, job.ctx.cohort
+        keys = _keys(job, purpose)
+        loss, processed = like.new_full((len(cohort),), math.nan), 0
+        numbers = send(list(job.hparams.values()), like.device, like.dtype).unbind()
+        sizes = [clients.data.size(client, "train") for client in cohort.tolist()]
+        # All that is known beforehand goes to the device at once: sizes, ids, no steps, and every training's steps.
+        epochs = [item.epochs if isinstance(item, Train) else 0 for item in job.program]
+        steps = [[times * batches_of(size, self._batch) for size in sizes] for times in (0, *epochs)]
+        n, who, none, *known = send(torch.tensor([sizes, cohort.tolist(), *steps]), like.device)
+        client = Client(
+            state=clients.state.gather(cohort.tolist()),
+            download=mask_unsent(job.download),
+            scratch={},
+            upload={},
+            hparams={name: number.expand(len(cohort)) for name, number in zip(job.hparams, numbers, strict=True)},
+            data={"n": n, "counts": clients.data.label_counts[who], "steps": none},
+        )
+        for at, item in enumerate(job.program):
+            if isinstance(item, Train | Sweep):
+                done = yield Phase(job, item, client, fold(keys, at), prepared)
+                taken = known[at] if done.steps is None else done.steps
+                client = replace(client.set(**done.scratch), data={**client.data, "steps": taken})
+                loss = done.loss if isinstance(item, Train) and item.epochs else loss
+                processed += done.processed
+            else:
+                client = self._vectorised(item, client)
+        if client.theta.shape != (len(cohort), self._model.layout.size):
+            raise ValueError(
+                f"scratch['theta'] has shape {tuple(client.theta.shape[1:])}, not that of the model's vector"
+            )
+        return Finished(client, loss, processed)
+
+    def _vectorised(self, function: Callable[[Model, Client], Client], client: Client) -> Client:
+        """Call a function of one client on all of them."""
+
+        def one(
+            state: Tensors, download: Record, scratch: Tensors, upload: Record, hparams: Tensors, data: Tensors
+        ) -> Any:
+            after = function(self._model, Client(state, download, scratch, upload, hparams, data))
+            return after.state, after.scratch, after.upload
+
+        given = client.state, client.download, client.scratch, client.upload, client.hparams, client.data
+        state, scratch, upload = vmap(one)(*given)
+        return replace(client, state=state, scratch=scratch, upload=upload)
+
+
+def _keys(job: PoolJob, purpose: Purpose) -> Tensor:
+    """Return every client's key in this round."""
+    return fold(job.clients.seed, job.ctx.round, job.ctx.cohort, purpose)

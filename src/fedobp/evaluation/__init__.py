@@ -1,0 +1,11 @@
+"""Evaluation: metrics, the protocol, and the evaluators of training clients and of new ones."""
+
+from fedobp.evaluation.evaluator import Counts, Evaluator, Personal, Report, report
+from fedobp.evaluation.metrics import Accuracy, ClientCounts, accuracy, count, merge
+from fedobp.evaluation.new_clients import NewClients
+from fedobp.evaluation.protocol import PAPER_ROUNDS, Protocol, protocol
+
+__all__ = [
+    "PAPER_ROUNDS", "Accuracy", "ClientCounts", "Counts", "Evaluator", "NewClients", "Personal", "Protocol", "Report",
+    "accuracy", "count", "merge", "protocol", "report",
+]  # fmt: skip

@@ -1,0 +1,191 @@
+"""Tests all clients of a federation, a few at a time, without changing any state."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedobp.data import Split
+from fedobp.engine import ClientPool, Engine, PersonalModels, PoolJob, Store, diverged
+from fedobp.errors import FedobpError
+from fedobp.evaluation.metrics import Accuracy, ClientCounts, count, merge
+from fedobp.evaluation.new_clients import NewClients, evaluate_new_clients
+from fedobp.method import Method, RoundContext, Train
+from fedobp.models import Layout, Model
+from fedobp.records import Tensors
+
+_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 28}  # entries: how much of all clients' models is held at once
+
+
+@dataclass(frozen=True)
+class Personal:
+    """Entries of the served models that are the clients' own."""
+
+    mean: float
+    min: int
+    max: int
+    share: float  # the mean as a share of the model
+
+
+@dataclass(frozen=True)
+class Report:
+    """One evaluation of all clients. `last`, `finetuned` and `new_clients` are None where they were not asked for."""
+
+    round: int
+    served: Accuracy
+    validation: Accuracy | None
+    last: Accuracy | None
+    finetuned: Accuracy | None
+    personal: Personal
+    personal_by_tensor: dict[str, float]  # mean over clients
+    passes: float  # that clients made over their training data before they were served
+    new_clients: NewClients | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as plain values."""
+        return {
+            "accuracy": asdict(self.served),
+            **{
+                name: asdict(column)
+                for name in ("validation", "last", "finetuned")
+                if (column := getattr(self, name)) is not None
+            },
+            **({"new_clients": asdict(self.new_clients)} if self.new_clients else {}),
+            "personal": asdict(self.personal),
+            "personal_by_tensor": self.personal_by_tensor,
+        }
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What an evaluation counts on some clients; counts that were made apart are added."""
+
+    columns: Mapping[str, Sequence[ClientCounts]]  # served, validation, last, finetuned: one entry a client
+    personal: Tensor  # [clients, tensors]: personal entries
+    processed: int  # samples that went through models before they were served
+    samples: int  # of training
+
+    def __add__(self, other: "Counts") -> "Counts":
+        columns = {name: [*values, *other.columns[name]] for name, values in self.columns.items()}
+        personal = torch.cat([self.personal, other.personal])
+        return Counts(columns, personal, self.processed + other.processed, self.samples + other.samples)
+
+
+def report(round: int, counts: Counts, layout: Layout, new_clients: NewClients | None = None) -> Report:
+    """Return the report of all clients' counts."""
+    columns = {name: merge(values) if values else None for name, values in counts.columns.items()}
+    by_tensor, total = counts.personal.double().mean(dim=0).tolist(), counts.personal.sum(dim=1)
+    mean, served = float(total.double().mean()), columns["served"]
+    assert served is not None
+    return Report(
+        round=round,
+        served=served,
+        validation=columns["validation"],
+        last=columns["last"],
+        finetuned=columns["finetuned"],
+        personal=Personal(mean, int(total.min()), int(total.max()), mean / layout.size),
+        personal_by_tensor=dict(zip(layout.names, by_tensor, strict=True)),
+        passes=counts.processed / max(1, counts.samples),
+        new_clients=new_clients,
+    )
+
+
+class Evaluator:
+    """Tests the clients of a pool: those that train together, and those that are held out as new clients."""
+
+    def __init__(self, method: Method, model: Model, clients: ClientPool, engine: Engine, finetune_epochs: int) -> None:
+        self._method, self._model, self._clients, self._engine = method, model, clients, engine
+        self._finetune_epochs, data = finetune_epochs, clients.data
+        self._at_once = max(1, _CHUNK[data.x.device.type] // model.layout.size)
+        everyone = torch.arange(data.clients)
+        self._trainers, self._held_out = everyone[: data.trainers], everyone[data.trainers :]
+        self._label_counts = data.label_counts.cpu()
+        self._targets: dict[Split, list[Tensor]] = {
+            split: [data.targets(client, split).cpu() for client in self._trainers.tolist()]
+            for split in ("val", "test")
+        }
+        self._validates = any(map(len, self._targets["val"]))
+        if not any(map(len, self._targets["test"])):
+            raise FedobpError("no client has a sample to evaluate on: use fewer --clients or more data")
+        held_out = [data.size(client, "test") for client in self._held_out.tolist()]
+        if held_out and not any(held_out):
+            raise FedobpError("no client that is held out has a sample to evaluate on: use more --holdout-clients")
+
+    def __call__(
+        self,
+        context: Callable[[Tensor], RoundContext],
+        server: Tensors,
+        records: Store,
+        hparams: Mapping[str, float],
+        *,
+        everything: bool,
+        keep: Callable[[int, Tensor, Tensor], None] | None = None,
+    ) -> Report:
+        """Evaluate; with `everything`, also the last local and the fine-tuned models, and clients that are held out.
+
+        `keep` gets each served model.
+        """
+        chunks = [context(chunk) for chunk in self._trainers.split(self._at_once)]
+        first, *more = (self.counts(ctx, server, records, hparams, everything, keep) for ctx in chunks)
+        new_clients = None
+        if everything and len(self._held_out):
+            new_clients = evaluate_new_clients(
+                self._method,
+                self._clients,
+                self._engine,
+                self._personalize,
+                self._held_out,
+                self._at_once,
+                context,
+                server,
+                records,
+                hparams,
+            )
+        return report(chunks[0].round, sum(more, first), self._model.layout, new_clients)
+
+    def counts(
+        self,
+        ctx: RoundContext,
+        server: Tensors,
+        records: Store,
+        hparams: Mapping[str, float],
+        everything: bool,
+        keep: Callable[[int, Tensor, Tensor], None] | None = None,
+    ) -> Counts:
+        """Return what an evaluation counts on the clients of a cohort."""
+        method, engine, cohort = self._method, self._engine, ctx.cohort.tolist()
+        found: dict[str, list[ClientCounts]] = {"served": [], "validation": [], "last": [], "finetuned": []}
+
+        def add(name: str, theta: Tensor, scratch: Tensors | None = None, split: Split = "test") -> None:
+            labels = engine.predict(job, theta, split, scratch)
+            found[name] = [
+                count(predicted, self._targets[split][client], self._label_counts[client])
+                for client, predicted in zip(cohort, labels, strict=True)
+            ]
+
+        download, _ = method.download(ctx, server, records.gather(cohort))
+        job = PoolJob(ctx, method.personalize(ctx), hparams, download, method.predict, clients=self._clients)
+        served = self._personalize(job)
+        add("served", served.theta, served.scratch)
+        if self._validates:
+            add("validation", served.theta, served.scratch, "val")
+        if everything:
+            add("last", self._clients.last_models(ctx.cohort, server["theta"]))
+            if self._finetune_epochs:
+                tuned = self._personalize(replace(job, program=[*job.program, Train(self._finetune_epochs)]))
+                add("finetuned", tuned.theta, tuned.scratch)
+        by_tensor = [part.sum(dim=1) for part in served.mine.split(list(self._model.layout.sizes), dim=1)]
+        if keep:
+            for client, theta, mine in zip(cohort, served.theta, served.mine, strict=True):
+                keep(client, theta, mine)
+        samples = int(self._label_counts[cohort].sum())
+        return Counts(found, torch.stack(by_tensor, dim=1).cpu(), served.processed, samples)
+
+    def _personalize(self, job: PoolJob) -> PersonalModels:
+        """Return the models that a cohort uses; one that is not finite raises a user error."""
+        served = self._engine.personalize(job)
+        finite = served.theta.isfinite().all(dim=1)
+        if not finite.all():
+            raise diverged(job.ctx, finite, job.hparams, self._method)
+        return served

@@ -1,0 +1,71 @@
+"""Clients that are held out from training: how well a method does for a client that it has never seen."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedobp.engine import ClientPool, Engine, PersonalModels, PoolJob, Store, diverged
+from fedobp.evaluation.metrics import Accuracy, accuracy
+from fedobp.method import Method, RoundContext
+from fedobp.records import Tensors, take
+
+
+@dataclass(frozen=True)
+class NewClients:
+    """Accuracies of clients that never trained."""
+
+    served: Accuracy  # with the model that a new client gets
+    visited: Accuracy  # served again, after one round whose upload no other client gets
+    last: Accuracy  # with the model that they trained in that round
+
+
+def evaluate_new_clients(
+    method: Method,
+    clients: ClientPool,
+    engine: Engine,
+    personalize: Callable[[PoolJob], PersonalModels],
+    held_out: Tensor,
+    at_once: int,
+    context: Callable[[Tensor], RoundContext],
+    server: Tensors,
+    records: Store,
+    hparams: Mapping[str, float],
+) -> NewClients:
+    """Test clients that are held out: as they are served at first, and again after each has trained once.
+
+    The server keeps its record of such a client, as after any round, and nothing else of the upload.
+    """
+    data = clients.data
+    found: dict[str, list[Tensor]] = {"served": [], "visited": [], "last": []}
+
+    def test(job: PoolJob) -> list[Tensor]:
+        served = personalize(job)
+        return engine.predict(job, served.theta, "test", served.scratch)
+
+    for chunk in held_out.split(at_once):
+        ctx, start = context(chunk), records.gather(chunk.tolist())
+        download, sent = method.download(ctx, server, start)
+        job = PoolJob(ctx, method.personalize(ctx), hparams, download, method.predict, clients=clients.untouched_copy())
+        found["served"] += test(job)
+        [update] = engine.train([replace(job, program=method.client_update(ctx))])
+        if not update.finite.all():
+            raise diverged(ctx, update.finite, hparams, method)
+        # Each by itself: a method may make records of a cohort's members from one another's uploads.
+        alone = [
+            method.aggregate(
+                replace(ctx, cohort=chunk[at]),
+                server,
+                take(sent, at),
+                update._replace(upload=take(update.upload, at), n=update.n[at]),
+            )[1]
+            for at in (slice(at, at + 1) for at in range(len(chunk)))
+        ]
+        after = {name: torch.cat([record[name] for record in alone]) for name in start}
+        download, _ = method.download(ctx, server, after)
+        found["visited"] += test(replace(job, download=download))
+        found["last"] += engine.predict(job, job.clients.last_models(chunk, server["theta"]), "test")
+    targets = [data.targets(client, "test") for client in held_out.tolist()]
+    counts = [data.counts(client) for client in held_out.tolist()]
+    return NewClients(**{name: accuracy(labels, targets, counts) for name, labels in found.items()})

@@ -1,0 +1,46 @@
+"""The evaluation protocol: which rounds, models, clients and average are reported. It is printed with every result."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from fedobp.errors import FedobpError
+from fedobp.evaluation.metrics import Accuracy
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Which rounds are reported and how one of them is chosen; always all clients, on their test parts."""
+
+    name: str
+    average: str
+    rounds: tuple[int, ...]
+    pick: str  # "last", or "best" by pooled accuracy
+    model: str = "as served, before local training"
+    clients: str = "all"
+    split: str = "test"
+
+    def to_json(self) -> dict[str, object]:
+        """Return the protocol as plain values."""
+        return {**asdict(self), "rounds": list(self.rounds)}
+
+    def choose(self, reported: Sequence[Accuracy]) -> Accuracy | None:
+        """Return the accuracy to report out of those at `rounds`, the first of equals; None if there are none."""
+        if not reported:
+            return None
+        return reported[-1] if self.pick == "last" else max(reported, key=lambda column: column.pooled)
+
+
+PAPER_ROUNDS = (100, 200, 300, 400)
+
+
+def protocol(name: str, rounds: int) -> Protocol:
+    """Return the protocol `default` (the last round) or `paper` (the best of rounds 100, 200, 300 and 400)."""
+    if name == "default":
+        return Protocol("default", "pooled and client mean", (rounds,), "last")
+    reached = tuple(r for r in PAPER_ROUNDS if r <= rounds)
+    if not reached:
+        raise FedobpError(
+            f"--protocol paper reports the best of rounds 100, 200, 300 and 400, and --rounds {rounds} reaches none of "
+            "them: use at least 100 rounds, or --protocol default"
+        )
+    return Protocol("paper", "pooled", reached, "best")

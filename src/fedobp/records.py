@@ -1,0 +1,57 @@
+"""Named tensors: what clients and server hold and send. A record may be one client's, or a cohort's (leading axis)."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+
+
+class Sparse(NamedTuple):
+    """A vector of which only the entries in `keep` are sent; the receiver finds NaN in all others."""
+
+    values: Tensor
+    keep: Tensor
+
+    def fill(self, other: Tensor) -> Tensor:
+        """Return the values where they were sent, and `other` elsewhere."""
+        return torch.where(self.keep, self.values, other)
+
+    def at(self, index: int | slice) -> "Sparse":
+        """Return one client's vector of a cohort's, or a part of the cohort."""
+        return Sparse(self.values[index], self.keep[index])
+
+
+Record = dict[str, Tensor | Sparse]
+R = TypeVar("R", Tensors, Record)
+
+
+def take(record: R, index: int | slice) -> R:
+    """Return one client's record of a cohort's, or that of a part of the cohort."""
+    return {name: value.at(index) if isinstance(value, Sparse) else value[index] for name, value in record.items()}
+
+
+def stack(records: Sequence[Record]) -> Record:
+    """Return clients' records as the cohort's: the inverse of `take`."""
+    stacked: Record = {}
+    for name, first in records[0].items():
+        values = [record[name] for record in records]
+        if isinstance(first, Sparse):
+            pairs = [value for value in values if isinstance(value, Sparse)]
+            stacked[name] = Sparse(torch.stack([p.values for p in pairs]), torch.stack([p.keep for p in pairs]))
+        else:
+            stacked[name] = torch.stack([value for value in values if isinstance(value, Tensor)])
+    return stacked
+
+
+def mask_unsent(record: Record) -> Record:
+    """Return what the receiver of a record gets: NaN in entries that are not sent."""
+    return {
+        name: Sparse(torch.where(value.keep, value.values, value.values.new_full((), math.nan)), value.keep)
+        if isinstance(value, Sparse)
+        else value
+        for name, value in record.items()
+    }

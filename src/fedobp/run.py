@@ -1,0 +1,206 @@
+"""One run: the server's side of a federation, round by round."""
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from fedobp.accounting import Accounting
+from fedobp.config import Config, side_by_side
+from fedobp.engine import Budget, ClientJob, Store
+from fedobp.errors import FedobpError
+from fedobp.evaluation import Accuracy, NewClients, Report, protocol
+from fedobp.method import CohortKind, CohortUpdate, InitialState, Method, RoundContext
+from fedobp.models import Model
+from fedobp.records import Tensors
+from fedobp.result import Compute, Result, Traffic
+from fedobp.runs import Models, RunFolder
+from fedobp.sampling import Sampler
+
+
+class Evaluate(Protocol):
+    """Tests all clients' models: in a simulation an `Evaluator`, over nodes what merges their counts."""
+
+    def __call__(
+        self,
+        context: Callable[[Tensor], RoundContext],
+        server: Tensors,
+        records: Store,
+        hparams: Mapping[str, float],
+        *,
+        everything: bool,
+        keep: Callable[[int, Tensor, Tensor], None] | None = None,
+    ) -> Report:
+        """Evaluate, and change nothing."""
+
+
+class Run:
+    """One method's training. It holds no client data: whoever advances `round` has the clients train."""
+
+    def __init__(
+        self,
+        config: Config,
+        method: Method,
+        model: Model,
+        initial: InitialState,
+        evaluator: Evaluate,
+        budget: Budget,
+        *,
+        global_gradient: Callable[[Tensor], Tensor] | None = None,
+        folder: RunFolder | None = None,
+        partition: str = "",
+        metadata: Mapping[str, Any] | None = None,
+        keep_models: bool = True,
+        launch: Sequence[Config] = (),
+    ) -> None:
+        self.config, self.method, self.model = config, method, model
+        self.server, self.records = initial.server, Store(initial.record, config.clients, budget)
+        self.accounting, self.reports, self.seconds = Accounting(method), list[Report](), 0.0
+        self._sampler, self._evaluator, self._global_gradient = Sampler(config), evaluator, global_gradient
+        self._protocol = protocol(config.protocol, config.rounds)
+        self._models = Models(model.layout, self.server["theta"])
+        self._folder, self._partition, self._metadata = folder, partition, metadata or {}
+        self._keep_models = keep_models or (folder is not None and config.save_models == "all")
+        self._launch = launch  # all runs that train side by side, in order
+
+    def plan(self, number: int) -> list[ClientJob]:
+        """Return what a round asks of its cohorts, but for what it sends them: a pure function of the round.
+
+        That is one cohort, several in turn if the method asks for them, and one for each client if it is sequential.
+        """
+        ctx, kinds = self.context(number, self._sampler.cohort(number)), self.method.cohorts(number, self.config.rounds)
+        if not kinds or set(kinds) - set(get_args(CohortKind)):
+            raise FedobpError(f"`cohorts` of {self.method.name} must return 'sampled', 'all' or both, not {kinds!r}")
+        everyone = replace(ctx, cohort=torch.arange(self.config.trainers), full_participation=True)
+        contexts = [everyone if kind == "all" else ctx for kind in kinds]
+        if self.method.sequential:
+            contexts = [replace(one, cohort=client) for one in contexts for client in one.cohort.split(1)]
+        return [self.job(one) for one in contexts]
+
+    def round(self, plan: Sequence[ClientJob]) -> Generator[ClientJob, CohortUpdate, None]:
+        """Run one round (the paper's Algorithm 1): sample, download, train (yield), aggregate, evaluate, log."""
+        for job in plan:
+            cohort = job.ctx.cohort.tolist()
+            download, records = self.method.download(job.ctx, self.server, self.records.gather(cohort))
+            update = yield job.with_download(download)
+            if update.samples:  # a cohort without training samples skips aggregation
+                self.server, records = self.method.aggregate(job.ctx, self.server, records, update)
+                self.records.scatter(cohort, records)
+            self.accounting.add(job, download, update)
+        self.accounting.end_round()
+        self.evaluate_and_log(plan[0].ctx.round)
+
+    def job(self, ctx: RoundContext) -> ClientJob:
+        """Return what a cohort is asked to do, but for what it is sent."""
+        return ClientJob(ctx, tuple(self.method.client_update(ctx)), self.hparams(self.config.lr_at(ctx.round)))
+
+    def context(self, number: int, cohort: Tensor) -> RoundContext:
+        """Return the context of a round for some clients."""
+        config, gradient = self.config, self._global_gradient
+        return RoundContext(
+            self.model, number, config.rounds, config.clients, config.epochs, cohort, config.seed, gradient,
+            config.holdout_clients,
+        )  # fmt: skip
+
+    def hparams(self, lr: float) -> dict[str, float]:
+        """Return the numbers that clients get."""
+        rates = {"lr": lr, "momentum": self.config.momentum, "weight_decay": self.config.weight_decay}
+        return {**rates, **self.method.hparams()}
+
+    def is_due(self, number: int) -> bool:
+        """Say whether a round is evaluated."""
+        return number % self.config.eval_every == 0 or number == self.config.rounds or number in self._protocol.rounds
+
+    def evaluate_and_log(self, number: int) -> None:
+        """Evaluate if it is due, and log all rounds whose numbers are known.
+
+        CUDA may still be working on this round: then it is logged when the next one is under way.
+        """
+        due = self.is_due(number)
+        on_device = self.server["theta"].is_cuda and not due
+        while self.accounting.pending > on_device:
+            line = self.accounting.settle()
+            try:
+                if due and not self.accounting.pending:
+                    self.reports.append(self._evaluate(number))
+                    line |= self.reports[-1].to_json()
+            finally:  # what a round cost is logged even if fine-tuning diverges
+                if self._folder:
+                    self._folder.log("metrics", line)
+
+    def _evaluate(self, number: int) -> Report:
+        """Test all clients; the last round's served models are kept as the run's.
+
+        Fine-tuning takes the full learning rate: a schedule's last rounds would leave it nothing to do.
+        """
+        last = number == self.config.rounds
+        if last:
+            self._models = Models(self.model.layout, self.server["theta"])
+        return self._evaluator(
+            lambda clients: self.context(number, clients),
+            self.server,
+            self.records,
+            self.hparams(self.config.lr),
+            everything=number in self._protocol.rounds,
+            keep=self._models.add if last and self._keep_models else None,
+        )
+
+    @property
+    def accuracy(self) -> float | None:
+        """The newest pooled accuracy."""
+        return self.reports[-1].served.pooled if self.reports else None
+
+    def log_times(self, times: Mapping[str, float], seconds: float) -> None:
+        """Log how long a round took, apart from its metrics, and add this run's share of it."""
+        self.seconds += seconds
+        if self._folder:
+            self._folder.log("timings", times)
+
+    def result(self) -> Result:
+        """Choose what the protocol reports, and write models and result."""
+        config, folder, reports, accounting = self.config, self._folder, self.reports, self.accounting
+        down, up = accounting.bytes_down, accounting.bytes_up
+        reported = [report for report in reports if report.round in self._protocol.rounds]
+        new_clients = [report.new_clients for report in reported if report.new_clients]
+
+        def chosen(columns: Iterable[Accuracy | None]) -> Any:
+            return self._protocol.choose([column for column in columns if column is not None])
+
+        result = Result(
+            config=config,
+            protocol=self._protocol,
+            accuracy=chosen(report.served for report in reported),
+            last=chosen(report.last for report in reported),
+            finetuned=chosen(report.finetuned for report in reported),
+            validation=chosen(report.validation for report in reported),
+            new_clients=NewClients(
+                served=chosen(one.served for one in new_clients),
+                visited=chosen(one.visited for one in new_clients),
+                last=chosen(one.last for one in new_clients),
+            )
+            if new_clients
+            else None,
+            history=[(report.round, report.served.pooled, report.served.client_mean) for report in reports],
+            personal=reports[-1].personal,
+            bytes=Traffic(down / config.rounds, up / config.rounds, down, up),
+            compute=Compute(accounting.processed / max(1, accounting.samples), reports[-1].passes),
+            seconds=self.seconds,
+            models=self._models,
+            partition=self._partition,
+            out=folder.path if folder else None,
+            launch=tuple(self._launch),
+        )
+        if folder:
+            if config.save_models != "none":
+                self._models.save(folder.path / "models", clients=config.save_models == "all", about=self._metadata)
+            beside = {"launch": [config.changed(other) for other in self._launch]} if len(self._launch) > 1 else {}
+            folder.finish({**result.to_json(), **beside})
+        return result
+
+
+def open_folder(out: Path, config: Config, partition: str, launch: Sequence[Config]) -> RunFolder:
+    """Take a folder for a run, and write what runs there."""
+    return RunFolder(out, f"# Partition {partition}\n{side_by_side(launch)}{config.to_toml()}")
