@@ -27,8 +27,8 @@ from fedobp.engine import (
     dtype_of,
 )
 from fedobp.engine.arithmetic import steady
+from fedobp.engine.batch_order import batches_of
 from fedobp.engine.cost import cost
-from fedobp.engine.schedule import batches_of
 from fedobp.engine.stack import Grouped, stacked
 from fedobp.errors import FedobpError
 from fedobp.evaluation import Evaluator

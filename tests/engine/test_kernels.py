@@ -23,13 +23,13 @@ from lanes_cases import BATCH, CLIENTS, Plan, federated, made, task
 from fedobp import Config, Federation
 from fedobp.data import Dataset, FederatedData, Shard
 from fedobp.engine import Budget, Lanes, Population, kernels
+from fedobp.engine.im2col import PatchConv2d
 from fedobp.engine.kernels import fused_for, suits
 from fedobp.engine.kernels.convolutions import Convolutions
 from fedobp.engine.kernels.fused import Fused
 from fedobp.engine.kernels.shapes import Shapes, flat_order, kernel_order
 from fedobp.engine.kernels.step import Kind
 from fedobp.engine.kernels.tiles import EXACT, Tile, Tiles, tiles_for
-from fedobp.engine.patches import PatchConv2d
 from fedobp.errors import FedobpError
 from fedobp.models import NETS, Model
 

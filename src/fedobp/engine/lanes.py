@@ -25,13 +25,13 @@ from torch.func import vmap
 from fedobp.algorithms import Client, Record, Sweep, Tensors, Train
 from fedobp.data import Split
 from fedobp.engine.arithmetic import Precision, autocast, steady
+from fedobp.engine.batch_order import batches_of, orders, share_of
 from fedobp.engine.cost import Cost, cost
+from fedobp.engine.cuda_graphs import KINDS, Graphs
 from fedobp.engine.fit import descend, training
-from fedobp.engine.graphs import KINDS, Graphs
 from fedobp.engine.interface import Counters, Task, Trained, caught, without_failures
 from fedobp.engine.kernels import fused_for
 from fedobp.engine.phases import Done, Lane, Phase, rule_of, scaling_of
-from fedobp.engine.schedule import batches_of, orders, share_of
 from fedobp.engine.serial import last_models, poisoned, without_norms
 from fedobp.engine.stack import Columns, Forward, Grouped, stacked
 from fedobp.engine.vectorised import Vectorised, ids_of

@@ -13,8 +13,8 @@ from torch.nn import functional
 from fedobp.algorithms import Batch, Client, Record, Sparse, Sweep, Tensors, Train
 from fedobp.data import Split
 from fedobp.engine.arithmetic import Precision, autocast, serial_threads, steady
+from fedobp.engine.batch_order import batches, step_key, subset
 from fedobp.engine.interface import Counters, Task, Trained, caught, without_failures
-from fedobp.engine.schedule import batches, step_key, subset
 from fedobp.errors import FedobpError
 from fedobp.keys import Purpose, fold
 from fedobp.models import Model, is_statistic

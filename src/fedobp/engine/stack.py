@@ -5,7 +5,7 @@ as it is (`torch.func.vmap`), which is right for all and fast for few. Inputs ar
 [lanes, ...], outputs [lanes, samples, classes].
 
 Between the layers images keep whatever order suits the convolution. On the CPU that is one grouped convolution in
-channels-last order, on CUDA a product of patches and kernels (`patches`).
+channels-last order, on CUDA a product of patches and kernels (`im2col`).
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn import functional
 
-from fedobp.engine.patches import convolved, fits
+from fedobp.engine.im2col import convolved, fits
 from fedobp.models import Model
 
 Forward = Callable[[Mapping[str, Tensor], Tensor], Tensor]

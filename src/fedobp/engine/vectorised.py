@@ -16,11 +16,11 @@ from torch.utils import _pytree as trees
 from fedobp.algorithms import Batch, Client, Tensors
 from fedobp.data import FederatedData
 from fedobp.engine.arithmetic import Precision, autocast
+from fedobp.engine.batch_order import SUBSET, batches_of, orders, step_key
+from fedobp.engine.cuda_graphs import Graphs
 from fedobp.engine.fit import Make, Rule, Step, descend, move, scaled
-from fedobp.engine.graphs import Graphs
-from fedobp.engine.patches import patched
+from fedobp.engine.im2col import patched
 from fedobp.engine.phases import Lane, rule_of, scaling_of, stacked_home
-from fedobp.engine.schedule import SUBSET, batches_of, orders, step_key
 from fedobp.engine.serial import without_norms
 from fedobp.models import Model
 from fedobp.transfer import send

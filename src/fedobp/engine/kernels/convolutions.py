@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn import functional
 
+from fedobp.engine.im2col import PatchConv2d, derived_once, in_lanes
 from fedobp.engine.kernels import backward
 from fedobp.engine.kernels.rule import B1, B2, BF, SUMS1, TAPS2
 from fedobp.engine.kernels.shapes import Shapes
 from fedobp.engine.kernels.step import AFTER, Arithmetic, Kind, convolutions, low_type, splits_of
 from fedobp.engine.kernels.tiles import Tiles
-from fedobp.engine.patches import PatchConv2d, derived_once, in_lanes
 from fedobp.errors import FedobpError
 
 

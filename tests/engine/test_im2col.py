@@ -6,7 +6,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
-from fedobp.engine.patches import PatchConv2d, PatchProduct, fits, patched
+from fedobp.engine.im2col import PatchConv2d, PatchProduct, fits, patched
 from fedobp.models import Model
 
 LANES, SAMPLES = 3, 4

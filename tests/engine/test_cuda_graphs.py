@@ -12,8 +12,8 @@ from lanes_cases import CHANGES, FAST, PHASES, Plan, agree, made, played, uses_l
 
 from fedobp.algorithms import Sweep
 from fedobp.engine import Lanes, Serial
+from fedobp.engine.cuda_graphs import KINDS, Graphs, rounded
 from fedobp.engine.fit import active, descend, training
-from fedobp.engine.graphs import KINDS, Graphs, rounded
 from fedobp.engine.stack import Grouped, stacked
 from fedobp.engine.vectorised import Vectorised
 from fedobp.models import Model
@@ -215,7 +215,7 @@ def replaying(monkeypatch):
         return self._graphs.descend(lanes[0].phase.kind, given, moving, plan, steps, make)
 
     monkeypatch.setattr(Vectorised, "_descend", replayed)
-    monkeypatch.setattr("fedobp.engine.graphs.rounded", lambda lanes: -(-lanes // 3) * 3)
+    monkeypatch.setattr("fedobp.engine.cuda_graphs.rounded", lambda lanes: -(-lanes // 3) * 3)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # buffers are for one stack at a time
 
 
