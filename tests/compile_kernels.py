@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from fedobp.engine.kernels.convolutions import Convolutions, Setting, _Gradients
-from fedobp.engine.kernels.rule import arrange
+from fedobp.engine.kernels.param_layout import arrange
 from fedobp.engine.kernels.shapes import Shapes
 from fedobp.engine.kernels.step import Buffers, Kind, Samples, launches, refresh, splits_of
 from fedobp.engine.kernels.tiles import EXACT, tiles_for

@@ -22,9 +22,9 @@ from lanes_cases import BATCH, CLIENTS, Plan, federated, made, task
 
 from fedobp import Config, Federation
 from fedobp.data import Dataset, FederatedData, Shard
-from fedobp.engine import Budget, Lanes, Population, kernels
+from fedobp.engine import Budget, Lanes, Population
 from fedobp.engine.im2col import PatchConv2d
-from fedobp.engine.kernels import fused_for, suits
+from fedobp.engine.kernels import dispatch, fused_for, is_supported
 from fedobp.engine.kernels.convolutions import Convolutions
 from fedobp.engine.kernels.fused import Fused
 from fedobp.engine.kernels.shapes import Shapes, flat_order, kernel_order
@@ -344,20 +344,20 @@ def test_the_kernels_order_holds_every_entry_once(side, channels, classes):
     ],
 )
 def test_what_they_are_made_for(shape, classes, batch, precision, right):
-    assert suits(Model("cnn", shape, classes), batch, precision) == right
+    assert is_supported(Model("cnn", shape, classes), batch, precision) == right
 
 
 def test_another_network_under_the_papers_name_is_not_theirs(monkeypatch):
-    assert not suits(Model("mlp", (1, 28, 28), 10), 32, "bf16")
+    assert not is_supported(Model("mlp", (1, 28, 28), 10), 32, "bf16")
     model = Model("cnn", (1, 28, 28), 10)
     monkeypatch.setitem(NETS, "cnn", NETS["cnn-small"])
-    assert not suits(model, 32, "bf16")
+    assert not is_supported(model, 32, "bf16")
 
 
 def test_a_card_without_tiles_is_told_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Quadro")
-    kernels._say.cache_clear()
+    dispatch._warn_once.cache_clear()
     model, card = Model("cnn", (1, 28, 28), 10), torch.device("cuda")
     with pytest.warns(UserWarning, match="no kernels are tuned for bf16 on Quadro, so the general path trains"):
         assert fused_for(model, 32, "bf16", card) is None
@@ -393,7 +393,7 @@ class Broken:
 def test_without_a_triton_that_works_the_general_path_is_taken(monkeypatch, module, sentence):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setitem(sys.modules, "triton", module)
-    kernels._say.cache_clear()
+    dispatch._warn_once.cache_clear()
     with pytest.warns(UserWarning, match=sentence):
         assert fused_for(Model("cnn", (1, 28, 28), 10), 32, "bf16", torch.device("cuda")) is None
 

@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fedobp.models.norms import is_statistic
+from fedobp.models.batch_norm import is_statistic
 
 Inside = Callable[[str], bool]  # says of a tensor's name whether it belongs to a part
 

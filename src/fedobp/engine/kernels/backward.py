@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from fedobp.engine.kernels.forward import summed, windows
-from fedobp.engine.kernels.rule import B1, B2, BF, HIDDEN, SPREAD1, SUMS1, TAPS2, W1, W2, WF, moved
+from fedobp.engine.kernels.param_layout import B1, B2, BF, HIDDEN, SPREAD1, SUMS1, TAPS2, W1, W2, WF
+from fedobp.engine.kernels.sgd import moved
 
 
 @triton.jit

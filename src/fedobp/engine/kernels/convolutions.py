@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from fedobp.engine.im2col import PatchConv2d, derived_once, in_lanes
 from fedobp.engine.kernels import backward
-from fedobp.engine.kernels.rule import B1, B2, BF, SUMS1, TAPS2
+from fedobp.engine.kernels.param_layout import B1, B2, BF, SUMS1, TAPS2
 from fedobp.engine.kernels.shapes import Shapes
 from fedobp.engine.kernels.step import AFTER, Arithmetic, Kind, convolutions, low_type, splits_of
 from fedobp.engine.kernels.tiles import Tiles

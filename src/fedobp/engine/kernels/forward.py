@@ -8,7 +8,7 @@ says which of the four it was, and 4 where ReLU stopped it, which is all that th
 import triton
 import triton.language as tl
 
-from fedobp.engine.kernels.rule import B1, B2, BF, HIDDEN, SPREAD1, TAPS2, WF
+from fedobp.engine.kernels.param_layout import B1, B2, BF, HIDDEN, SPREAD1, TAPS2, WF
 
 
 @triton.jit

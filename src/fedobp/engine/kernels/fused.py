@@ -16,7 +16,8 @@ from fedobp.engine.cuda_graphs import captured
 from fedobp.engine.fit import Rule, active
 from fedobp.engine.im2col import patched
 from fedobp.engine.kernels.convolutions import FusedCNN, Setting
-from fedobp.engine.kernels.rule import DECAY, DRIFT, MASK, MOMENTUM, PULL, arrange
+from fedobp.engine.kernels.param_layout import arrange
+from fedobp.engine.kernels.sgd import DECAY, DRIFT, MASK, MOMENTUM, PULL
 from fedobp.engine.kernels.shapes import Shapes, flat_order, kernel_order
 from fedobp.engine.kernels.step import Arithmetic, Buffers, Kind, Launches, Samples, launches, refresh, splits_of
 from fedobp.engine.kernels.tiles import EXACT, Tiles

@@ -6,7 +6,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fedobp.engine.kernels.rule import B1, B2, BF, HIDDEN, W1, W2, WF
+from fedobp.engine.kernels.param_layout import B1, B2, BF, HIDDEN, W1, W2, WF
 from fedobp.models import Layout
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fedobp.algorithms.base import Part
 from fedobp.engine.kernels import backward, forward
-from fedobp.engine.kernels.rule import DRIFT, HIDDEN, MASK, MOMENTUM, PULL, SPREAD1, SUMS1, TAPS2
+from fedobp.engine.kernels.param_layout import HIDDEN, SPREAD1, SUMS1, TAPS2
+from fedobp.engine.kernels.sgd import DRIFT, MASK, MOMENTUM, PULL
 from fedobp.engine.kernels.shapes import Shapes
 from fedobp.engine.kernels.tiles import Tiles
 

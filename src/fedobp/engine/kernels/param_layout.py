@@ -27,32 +27,6 @@ SPREAD1 = tl.constexpr(5 * 32 * 64)  # a copy of W1 for two neighbouring positio
 TAPS2 = tl.constexpr(25 * 32 * 64)  # a copy of W2, one with its last two axes exchanged, a partial sum of its gradient
 SUMS1 = tl.constexpr((5 * 32 + 1) * 64)  # a partial sum of the first convolution's gradient, with its bias
 
-# Which terms a step has, as bits of RULE.
-MOMENTUM = tl.constexpr(1)
-DECAY = tl.constexpr(2)
-PULL = tl.constexpr(4)
-DRIFT = tl.constexpr(8)
-MASK = tl.constexpr(16)
-
-
-@triton.jit
-def moved(gradient, at, theta, velocity, anchor, drift, moving, numbers, RULE: tl.constexpr):
-    """Return where entries `at` go: v <- momentum v + (gradient + mu (theta - anchor) + drift + decay theta), then
-    theta - lr v where it may move. `numbers` is the lane's (lr, momentum, decay, mu)."""
-    value = tl.load(theta + at)
-    if PULL & RULE:
-        gradient += tl.load(numbers + 3) * (value - tl.load(anchor + at))
-    if DRIFT & RULE:
-        gradient += tl.load(drift + at)
-    if DECAY & RULE:
-        gradient += tl.load(numbers + 2) * value
-    if MOMENTUM & RULE:
-        gradient += tl.load(numbers + 1) * tl.load(velocity + at)
-        tl.store(velocity + at, gradient)
-    if MASK & RULE:
-        gradient = tl.where(tl.load(moving + at) != 0, gradient, 0.0)
-    return value - tl.load(numbers) * gradient
-
 
 @triton.jit
 def arrange(source, target, index, source_size, target_size, BLOCK: tl.constexpr):
