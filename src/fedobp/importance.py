@@ -22,14 +22,14 @@ from fedobp.models import Model
 Tensors = dict[str, Tensor]
 
 
-def squared(own: Tensor, shared: Tensor) -> Tensor:
+def squared(theta_i: Tensor, theta_g: Tensor) -> Tensor:
     """Eq. 19: (theta_i - theta_g)^2, the first-order Taylor term with the gradient read off the aggregation."""
-    return (own - shared).square()
+    return (theta_i - theta_g).square()
 
 
-def product(own: Tensor, shared: Tensor) -> Tensor:
+def product(theta_i: Tensor, theta_g: Tensor) -> Tensor:
     """|(theta_i - theta_g) * theta_i|, the score in the code that the paper links to."""
-    return ((own - shared) * own).abs()
+    return ((theta_i - theta_g) * theta_i).abs()
 
 
 _BLOCK = 512  # entries; a device's small top-k is fastest on some thousands
@@ -60,38 +60,38 @@ def squared_gradients(model: Model, theta: Tensor, batch: Samples) -> Tensor:
     layers have most entries, and need none: their squares are (outputs' gradients)^2 times (inputs)^2.
     """
     tensors = model.layout.views(theta)
-    rest = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in model.linear}
-    pushes = {name: torch.zeros_like(tensors[f"{name}.weight"][:, 0]) for name in model.linear}
+    others = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in model.linear}
+    offsets = {name: torch.zeros_like(tensors[f"{name}.weight"][:, 0]) for name in model.linear}
 
-    def loss(rest: Tensors, pushes: Tensors, x: Tensor, y: Tensor) -> tuple[Tensor, Tensors]:
-        logits, fed = model.probed({**tensors, **rest}, pushes, x[None])
-        return functional.cross_entropy(logits, y[None]), {name: inputs[0] for name, inputs in fed.items()}
+    def loss(others: Tensors, offsets: Tensors, x: Tensor, y: Tensor) -> tuple[Tensor, Tensors]:
+        logits, layer_inputs = model.probed({**tensors, **others}, offsets, x[None])
+        return functional.cross_entropy(logits, y[None]), {name: inputs[0] for name, inputs in layer_inputs.items()}
 
-    each_of = vmap(grad(loss, argnums=(0, 1), has_aux=True), in_dims=(None, None, 0, 0))
-    (each, pushed), fed = each_of(rest, pushes, batch.x, batch.y)
+    per_sample = vmap(grad(loss, argnums=(0, 1), has_aux=True), in_dims=(None, None, 0, 0))
+    (grads, output_grads), layer_inputs = per_sample(others, offsets, batch.x, batch.y)
 
     def total(gradients: Tensor) -> Tensor:
         weight = batch.weight.view(-1, *[1] * (gradients.ndim - 1))
         return (gradients.square() * weight).sum(dim=0)
 
-    squares = {name: total(one) for name, one in each.items()}
+    squares = {name: total(one) for name, one in grads.items()}
     for name in model.linear:
-        squares[f"{name}.bias"] = total(pushed[name])
+        squares[f"{name}.bias"] = total(output_grads[name])
         # Sample by sample, and no matrix product: that one breaks ties, on which thresholds depend.
         weight = torch.zeros_like(tensors[f"{name}.weight"])
-        pairs = pushed[name].square() * batch.weight[:, None], fed[name].to(weight.dtype).square()
+        pairs = output_grads[name].square() * batch.weight[:, None], layer_inputs[name].to(weight.dtype).square()
         for outputs, inputs in zip(*(values.unbind() for values in pairs), strict=True):
             weight = torch.addcmul(weight, outputs[:, None], inputs[None])
         squares[f"{name}.weight"] = weight
     return model.layout.flatten({name: squares[name] for name in model.layout.names})
 
 
-def smooth(score: Tensor, before: Tensor, known: Tensor, ema: float) -> Tensor:
+def smooth(score: Tensor, previous: Tensor, has_previous: Tensor, ema: float) -> Tensor:
     """Average a score over a client's visits: (1 - ema) * score + ema * before; its first value is the score itself.
 
     `known` (bool, without the last axis) says which clients have a value from before.
     """
-    return torch.where(known[..., None], (1 - ema) * score + ema * before, score)
+    return torch.where(has_previous[..., None], (1 - ema) * score + ema * previous, score)
 
 
 def scale_global(score: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
-Whole = Tensor | int
+IntLike = Tensor | int
 NOBODY = -1  # the client of a draw that belongs to none
 
 
@@ -31,24 +31,24 @@ class Purpose(IntEnum):
     SCORE = 5  # what a method's server draws for a client in a round
 
 
-def _wrapped(value: Whole) -> Whole:
+def _wrap_int64(value: IntLike) -> IntLike:
     """Return a number as a signed 64-bit one, which tensors are already."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63) if isinstance(value, int) else value
 
 
-def _shift(value: Whole, bits: int) -> Whole:
+def _logical_shift_right(value: IntLike, bits: int) -> IntLike:
     """Shift right without the sign (int64's own `>>` copies it)."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(value: Whole) -> Whole:
-    value = _wrapped(value)
-    value = _wrapped((value ^ _shift(value, 30)) * _FIRST)
-    value = _wrapped((value ^ _shift(value, 27)) * _SECOND)
-    return value ^ _shift(value, 31)
+def _mix(value: IntLike) -> IntLike:
+    value = _wrap_int64(value)
+    value = _wrap_int64((value ^ _logical_shift_right(value, 30)) * _FIRST)
+    value = _wrap_int64((value ^ _logical_shift_right(value, 27)) * _SECOND)
+    return value ^ _logical_shift_right(value, 31)
 
 
-def fold(key: Whole, *parts: Whole) -> Tensor:
+def fold(key: IntLike, *parts: IntLike) -> Tensor:
     """Hash integers into a key, one after the other; tensors broadcast, so a key may have a leading axis.
 
     As long as all are numbers, Python does the sums: a tensor of one element takes twenty times as long.
@@ -58,7 +58,7 @@ def fold(key: Whole, *parts: Whole) -> Tensor:
     for part in parts:
         if isinstance(part, Tensor):
             part = part.to(key.device if isinstance(key, Tensor) else part.device, torch.int64)
-        key = _mix(_wrapped(key * _FIRST) + _mix(part + _GOLDEN) + _GOLDEN)
+        key = _mix(_wrap_int64(key * _FIRST) + _mix(part + _GOLDEN) + _GOLDEN)
     return torch.as_tensor(key, dtype=torch.int64)
 
 

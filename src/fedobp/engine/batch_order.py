@@ -9,7 +9,7 @@ from torch import Tensor
 from fedobp.keys import fold, permutation
 from fedobp.transfer import send
 
-_LAST = 2**63 - 1
+_MAX_INT64 = 2**63 - 1
 SUBSET = _DRAWS = -1  # in the place of an epoch: the key is for a draw
 
 
@@ -57,27 +57,27 @@ def orders(
 
     `keys` has an epoch's key still to be folded in. A client with fewer steps has batches without samples at its end.
     """
-    device, most = keys.device, max(n)
+    device, most_samples = keys.device, max(n)
     per_epoch = [batches_of(one, size, smallest) for one in n]
-    widest, longest = max(per_epoch), max(epochs)
-    steps = max(one * times for one, times in zip(per_epoch, epochs, strict=True))
+    most_batches, most_epochs = max(per_epoch), max(epochs)
+    steps = max(batches * times for batches, times in zip(per_epoch, epochs, strict=True))
     if not steps:
         return Orders(torch.zeros(len(n), 0, size, dtype=torch.int64, device=device),
                       torch.zeros(len(n), 0, dtype=torch.int64, device=device))  # fmt: skip
-    have, rows, times = (send(values, device)[:, None] for values in (n, per_epoch, epochs))
-    hashes = fold(keys[:, None], torch.arange(first, first + longest, device=device))
-    hashes = fold(hashes[..., None], torch.arange(most, device=device))
+    samples, batches_per_epoch, epoch_counts = (send(values, device)[:, None] for values in (n, per_epoch, epochs))
+    hashes = fold(keys[:, None], torch.arange(first, first + most_epochs, device=device))
+    hashes = fold(hashes[..., None], torch.arange(most_samples, device=device))
     # Those beyond a client's last sample come last: the sort is stable, so a sample whose hash is the largest number
     # of all still comes before them.
-    hashes.masked_fill_(torch.arange(most, device=device) >= have[..., None], _LAST)
+    hashes.masked_fill_(torch.arange(most_samples, device=device) >= samples[..., None], _MAX_INT64)
     shuffled = hashes.argsort(dim=-1, stable=True)
-    if most < widest * size:
-        shuffled = torch.nn.functional.pad(shuffled, (0, widest * size - most))
-    table = shuffled[..., : widest * size].reshape(len(n), longest * widest, size)
+    if most_samples < most_batches * size:
+        shuffled = torch.nn.functional.pad(shuffled, (0, most_batches * size - most_samples))
+    table = shuffled[..., : most_batches * size].reshape(len(n), most_epochs * most_batches, size)
     step = torch.arange(steps, device=device)
-    epoch, batch = step // rows.clamp(min=1), step % rows.clamp(min=1)
-    real = (epoch < times) & (rows > 0)
-    chosen = torch.where(real, epoch * widest + batch, 0)
+    epoch, batch = step // batches_per_epoch.clamp(min=1), step % batches_per_epoch.clamp(min=1)
+    real = (epoch < epoch_counts) & (batches_per_epoch > 0)
+    chosen = torch.where(real, epoch * most_batches + batch, 0)
     positions = table.gather(1, chosen[..., None].expand(-1, -1, size))
-    counts = torch.where(real, (have - batch * size).clamp(max=size), 0)
+    counts = torch.where(real, (samples - batch * size).clamp(max=size), 0)
     return Orders(positions, counts)

@@ -29,13 +29,13 @@ def cost(model: Model, forward: Forward, batch: int, dtype: torch.dtype) -> Cost
     x = torch.zeros(1, batch, *model.shape, dtype=dtype)
     saved: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     counter = FlopCounterMode(display=False)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), counter:
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor), counter:
         try:
             logits = forward(tensors, x)
         except RuntimeError as error:

@@ -21,13 +21,13 @@ from fedobp.engine.fit import Make, active
 KINDS = 32  # kept at most: a method that makes its loss anew in every round has a new kind in every round
 
 
-def rounded(lanes: int) -> int:
+def padded_lanes(lanes: int) -> int:
     """Return the number of lanes that a graph is made for: few sizes, and little computed in vain."""
     step = 1 if lanes <= 8 else 2 if lanes <= 32 else 4
     return -(-lanes // step) * step
 
 
-def captured(run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
+def capture(run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
     """Return what launches a function's kernels again, as one graph.
 
     It may be replayed on this stream, or on any other while this one rests: they share libraries' scratch memory. The
@@ -35,21 +35,21 @@ def captured(run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
     An old graph that is thrown away during a capture spoils it. `torch.cuda.graph` collects all garbage beforehand,
     which takes longer than all the rest; here nobody collects any in the meantime.
     """
-    graph, collects, here = torch.cuda.CUDAGraph(), gc.isenabled(), torch.cuda.current_stream()
-    there = torch.cuda.Stream() if here == torch.cuda.default_stream() else here
-    there.wait_stream(here)
+    graph, gc_enabled, current = torch.cuda.CUDAGraph(), gc.isenabled(), torch.cuda.current_stream()
+    capturing = torch.cuda.Stream() if current == torch.cuda.default_stream() else current
+    capturing.wait_stream(current)
     gc.disable()
     try:
-        with torch.cuda.stream(there):
+        with torch.cuda.stream(capturing):
             graph.capture_begin(*([] if pool is None else [pool]))
             try:
                 run()
             finally:
                 graph.capture_end()
     finally:
-        if collects:
+        if gc_enabled:
             gc.enable()
-    here.wait_stream(there)
+    current.wait_stream(capturing)
     return graph.replay
 
 
@@ -66,7 +66,7 @@ class _Buffers:
     graphs: dict[int, Callable[[], None]] = field(default_factory=dict)
 
     @property
-    def room(self) -> tuple[int, int]:
+    def capacity(self) -> tuple[int, int]:
         """For how many (steps, lanes) it is."""
         steps, lanes = self.plan["counts"].shape
         return steps, lanes
@@ -87,7 +87,7 @@ class _Buffers:
         for target, values in pairs:
             lanes = len(values)
             target[:lanes] = values
-            target[lanes : rounded(lanes)] = values[:1]
+            target[lanes : padded_lanes(lanes)] = values[:1]
 
     def load_plan(self, plan: Mapping[str, Tensor]) -> None:
         """Copy a plan here, and start at its beginning."""
@@ -101,20 +101,20 @@ class Graphs:
     """Runs stacks from captured graphs, and keeps them for the next phase of the same kind."""
 
     def __init__(self) -> None:
-        self._kept: dict[Hashable, _Buffers] = {}
+        self._cache: dict[Hashable, _Buffers] = {}
 
     def descend(
         self, kind: Hashable, given: Any, moving: Any, plan: Mapping[str, Tensor], steps: Sequence[int], make: Make
     ) -> int:
         """Do what `fit.descend` does. Phases of one kind must have the same `make`, but for what the stack holds."""
         buffers = self._buffers(kind, given, moving, plan, make)
-        groups = [(lanes, len(list(same))) for lanes, same in groupby(map(rounded, active(steps)))]
+        groups = [(lanes, len(list(same))) for lanes, same in groupby(map(padded_lanes, active(steps)))]
         buffers.load(given, moving)
         missing = {lanes for lanes, _ in groups} - set(buffers.graphs)
         if missing:
             buffers.plan["counts"].zero_()  # nobody moves while graphs are made
             for lanes in missing:
-                buffers.graphs[lanes] = self._captured(buffers, lanes)
+                buffers.graphs[lanes] = self._capture(buffers, lanes)
             buffers.load(given, moving)  # but for velocities
         buffers.load_plan(plan)
         for lanes, times in groups:
@@ -129,37 +129,38 @@ class Graphs:
         tensors = tuple((trees.keystr(path), values.shape[1:], values.dtype) for path, values in leaves)
         key = (kind, tensors, plan["ids"].shape[2])
         steps, lanes = plan["counts"].shape
-        kept = self._kept.pop(key, None)
-        had = kept.room if kept else (0, 0)
-        if kept is None or had[0] < steps or had[1] < rounded(lanes):
+        buffers = self._cache.pop(key, None)
+        old = buffers.capacity if buffers else (0, 0)
+        if buffers is None or old[0] < steps or old[1] < padded_lanes(lanes):
             # Twice as many steps as now: rounds differ, and a graph is worth keeping.
-            kept, room = None, (max(2 * steps, had[0]), max(rounded(lanes), had[1]))
-            for oldest in list(self._kept)[: 1 - KINDS]:  # old ones go before new ones come
-                del self._kept[oldest]
-            kept = self._empty(given, moving, plan, make, *room)
-        self._kept[key] = kept  # behind those that were used before it
-        return kept
+            buffers, capacity = None, (max(2 * steps, old[0]), max(padded_lanes(lanes), old[1]))
+            for oldest in list(self._cache)[: 1 - KINDS]:  # old ones go before new ones come
+                del self._cache[oldest]
+            buffers = self._empty(given, moving, plan, make, *capacity)
+        self._cache[key] = buffers  # behind those that were used before it
+        return buffers
 
     def _empty(
         self, given: Any, moving: Any, plan: Mapping[str, Tensor], make: Make, steps: int, lanes: int
     ) -> _Buffers:
         """Return buffers like a stack, for more steps and lanes."""
         given, moving = trees.tree_map(lambda values: values.new_zeros(lanes, *values.shape[1:]), (given, moving))
-        room = {name: values.new_zeros(steps, lanes, *values.shape[2:]) for name, values in plan.items()}
+        empty_plan = {name: values.new_zeros(steps, lanes, *values.shape[2:]) for name, values in plan.items()}
         counter = torch.zeros(1, dtype=torch.int64, device=plan["counts"].device)
-        return _Buffers(make, given, moving, room, counter, torch.cuda.graph_pool_handle() if counter.is_cuda else None)
+        pool = torch.cuda.graph_pool_handle() if counter.is_cuda else None
+        return _Buffers(make, given, moving, empty_plan, counter, pool)
 
-    def _captured(self, buffers: _Buffers, lanes: int) -> Callable[[], None]:
+    def _capture(self, buffers: _Buffers, lanes: int) -> Callable[[], None]:
         """Return what takes a step: a graph, or the step itself where the method waits for the device in it."""
         step = buffers.step(lanes)
         if not buffers.counter.is_cuda:
             return step
-        waits = _waits(step)
+        synchronizes = _synchronizes(step)
         buffers.counter.zero_()
-        return step if waits else captured(step, buffers.pool)
+        return step if synchronizes else capture(step, buffers.pool)
 
 
-def _waits(step: Callable[[], None]) -> bool:
+def _synchronizes(step: Callable[[], None]) -> bool:
     """Take a step, and say whether it waits for the device. That is also what libraries want before a capture."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

@@ -28,23 +28,25 @@ class PatchProduct(torch.autograd.Function):
     def forward(image: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Copy the patches out, and multiply."""
         lanes, samples, height, width, channels = image.shape
-        outputs, tall, wide = weight.shape[1], weight.shape[3], weight.shape[4]
-        rows, columns = height - tall + 1, width - wide + 1
-        used = tall * wide * channels
-        padded = -(-used // 8) * 8
+        outputs, kernel_h, kernel_w = weight.shape[1], weight.shape[3], weight.shape[4]
+        rows, columns = height - kernel_h + 1, width - kernel_w + 1
+        patch_size = kernel_h * kernel_w * channels
+        padded = -(-patch_size // 8) * 8
         patches = image.new_empty(lanes, samples, rows, columns, padded)
-        patches[..., used:] = 0
-        source, target, across = image.contiguous(), patches[..., :used], wide * channels
-        if padded == used and channels * image.element_size() % 16 == 0:
+        patches[..., patch_size:] = 0
+        source, target, row_size = image.contiguous(), patches[..., :patch_size], kernel_w * channels
+        if padded == patch_size and channels * image.element_size() % 16 == 0:
             # A copy moves one element at a time: let it move 16 bytes.
             source, target = (tensor.view(torch.complex128) for tensor in (source, target))
-            across = across * image.element_size() // 16
-        steps = source.stride()
-        overlapping = source.as_strided((lanes, samples, rows, columns, tall, across), (*steps[:4], steps[2], 1))
-        target.unflatten(-1, (tall, across)).copy_(overlapping)
+            row_size = row_size * image.element_size() // 16
+        strides = source.stride()
+        overlapping = source.as_strided(
+            (lanes, samples, rows, columns, kernel_h, row_size), (*strides[:4], strides[2], 1)
+        )
+        target.unflatten(-1, (kernel_h, row_size)).copy_(overlapping)
         patches = patches.flatten(1, 3)
-        kernels = weight.permute(0, 3, 4, 2, 1).reshape(lanes, used, outputs)
-        kernels = functional.pad(kernels, (0, 0, 0, padded - used)) if padded > used else kernels
+        kernels = weight.permute(0, 3, 4, 2, 1).reshape(lanes, patch_size, outputs)
+        kernels = functional.pad(kernels, (0, 0, 0, padded - patch_size)) if padded > patch_size else kernels
         out = torch.baddbmm(bias[:, None], patches, kernels)
         return out.view(lanes, samples, rows, columns, outputs), patches, kernels
 
@@ -59,73 +61,74 @@ class PatchProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of images, if they are asked for, weights and biases."""
         patches, kernels = ctx.saved_tensors
-        of_out, of_patches, of_kernels = gradients
-        (lanes, samples, height, width, channels), (_, outputs, _, tall, wide) = ctx.shapes
-        used = tall * wide * channels
-        rows, columns = height - tall + 1, width - wide + 1
-        image = weight = bias = None
+        grad_out, grad_patches, grad_kernels = gradients
+        (lanes, samples, height, width, channels), (_, outputs, _, kernel_h, kernel_w) = ctx.shapes
+        patch_size = kernel_h * kernel_w * channels
+        rows, columns = height - kernel_h + 1, width - kernel_w + 1
+        grad_image = grad_weight = grad_bias = None
         with torch.autocast(patches.device.type, enabled=False):  # all has the products' type already
-            if of_out is not None:
-                gradient = of_out.reshape(lanes, samples * rows * columns, outputs)
+            if grad_out is not None:
+                gradient = grad_out.reshape(lanes, samples * rows * columns, outputs)
                 by_sample = lanes * samples, rows * columns
                 products = torch.bmm(
                     patches.reshape(*by_sample, patches.shape[-1]).transpose(1, 2),
                     gradient.reshape(*by_sample, outputs),
                 )
-                of_kernels = _sum(of_kernels, products.unflatten(0, (lanes, samples)).sum(dim=1))
-                bias = gradient.sum(dim=1)
+                grad_kernels = _add(grad_kernels, products.unflatten(0, (lanes, samples)).sum(dim=1))
+                grad_bias = gradient.sum(dim=1)
                 if ctx.needs_input_grad[0]:
-                    of_patches = _sum(of_patches, torch.bmm(gradient, kernels.transpose(1, 2)))
-            if of_kernels is not None:
-                weight = of_kernels[:, :used].reshape(lanes, tall, wide, channels, outputs).permute(0, 4, 3, 1, 2)
-            if of_patches is not None and ctx.needs_input_grad[0]:
-                back = (
-                    of_patches[..., :used].unflatten(1, (samples, rows, columns)).unflatten(-1, (tall, wide, channels))
-                )
-                image = back.new_zeros(lanes, samples, height, width, channels)
-                for row in range(tall):
-                    for column in range(wide):
-                        image[:, :, row : row + rows, column : column + columns] += back[:, :, :, :, row, column]
-        return image, weight, bias
+                    grad_patches = _add(grad_patches, torch.bmm(gradient, kernels.transpose(1, 2)))
+            if grad_kernels is not None:
+                by_position = grad_kernels[:, :patch_size].reshape(lanes, kernel_h, kernel_w, channels, outputs)
+                grad_weight = by_position.permute(0, 4, 3, 1, 2)
+            if grad_patches is not None and ctx.needs_input_grad[0]:
+                windows = grad_patches[..., :patch_size].unflatten(1, (samples, rows, columns))
+                windows = windows.unflatten(-1, (kernel_h, kernel_w, channels))
+                grad_image = windows.new_zeros(lanes, samples, height, width, channels)
+                for row in range(kernel_h):
+                    for column in range(kernel_w):
+                        window = windows[:, :, :, :, row, column]
+                        grad_image[:, :, row : row + rows, column : column + columns] += window
+        return grad_image, grad_weight, grad_bias
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *given: Tensor) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
         """Vectorise: more samples where all have the same weights, and more lanes where they have not."""
-        many: int = info.batch_size
+        batch_size: int = info.batch_size
         if in_dims[1:] == (None, None):
             image, weight, bias = given
             images = image.movedim(in_dims[0] or 0, 1)
             out, patches, kernels = _apply(images.flatten(1, 2), weight, bias)
-            return (out.unflatten(1, images.shape[1:3]), patches.unflatten(1, (many, -1)), kernels), (1, 1, None)
-        found = _apply(*in_lanes(many, in_dims, given))
-        return tuple(tensor.unflatten(0, (many, -1)) for tensor in found), (0, 0, 0)
+            return (out.unflatten(1, images.shape[1:3]), patches.unflatten(1, (batch_size, -1)), kernels), (1, 1, None)
+        outputs = _apply(*merge_vmap_axis(batch_size, in_dims, given))
+        return tuple(tensor.unflatten(0, (batch_size, -1)) for tensor in outputs), (0, 0, 0)
 
 
-def _sum(one: Tensor | None, other: Tensor) -> Tensor:
+def _add(one: Tensor | None, other: Tensor) -> Tensor:
     return other if one is None else one + other
 
 
-def in_lanes(many: int, in_dims: Sequence[int | None], given: Sequence[Tensor]) -> list[Tensor]:
+def merge_vmap_axis(batch_size: int, in_dims: Sequence[int | None], given: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors [L, ...] that `vmap` has made many of as [many * L, ...]."""
     moved = (
-        tensor.expand(many, *tensor.shape) if at is None else tensor.movedim(at, 0)
+        tensor.expand(batch_size, *tensor.shape) if at is None else tensor.movedim(at, 0)
         for tensor, at in zip(given, in_dims, strict=True)
     )
     return [tensor.flatten(0, 1) for tensor in moved]
 
 
-def derived_once() -> bool:
+def at_most_one_grad() -> bool:
     """Say whether one derivative is taken at most, and backwards: what has no second one may stand in for a layer."""
-    kinds = [interpreter.key() for interpreter in retrieve_all_functorch_interpreters()]
-    return kinds.count(TransformType.Grad) <= 1 and TransformType.Jvp not in kinds
+    transforms = [interpreter.key() for interpreter in retrieve_all_functorch_interpreters()]
+    return transforms.count(TransformType.Grad) <= 1 and TransformType.Jvp not in transforms
 
 
 def _apply(image: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor] = PatchProduct.apply(image, weight, bias)  # type: ignore[no-untyped-call]
-    return found
+    result: tuple[Tensor, Tensor, Tensor] = PatchProduct.apply(image, weight, bias)  # type: ignore[no-untyped-call]
+    return result
 
 
-def fits(layer: nn.Module) -> bool:
+def supports_im2col(layer: nn.Module) -> bool:
     """Say whether a layer is a convolution that can be taken as a product of patches."""
     return (
         type(layer) is nn.Conv2d
@@ -137,7 +140,7 @@ def fits(layer: nn.Module) -> bool:
     )
 
 
-def convolved(padding: Sequence[int], image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def im2col_conv2d(padding: Sequence[int], image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Apply a layer to images [L, B, H, W, C] with each lane's weights: [L, B, rows, columns, O]."""
     down, right = padding
     if down or right:
@@ -153,24 +156,24 @@ class PatchConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to [B, C, H, W]."""
-        if not derived_once():
+        if not at_most_one_grad():
             return super().forward(x)
         assert not isinstance(self.padding, str)
         tensors = [x.permute(0, 2, 3, 1), self.weight, *([] if self.bias is None else [self.bias])]
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             tensors = [tensor.to(torch.get_autocast_dtype(x.device.type)) for tensor in tensors]
         image, weight, *bias = (tensor[None] for tensor in tensors)
-        return convolved(self.padding, image, weight, bias[0] if bias else None)[0].permute(0, 3, 1, 2)
+        return im2col_conv2d(self.padding, image, weight, bias[0] if bias else None)[0].permute(0, 3, 1, 2)
 
 
 def patched(model: Model) -> Model:
     """Return a model that computes the same, with `PatchConv2d` for the convolutions that it fits."""
 
-    def change(module: nn.Module) -> nn.Module:
+    def replace_layers(module: nn.Module) -> nn.Module:
         for name, layer in list(module.named_modules()):
-            if isinstance(layer, nn.Conv2d) and fits(layer):
+            if isinstance(layer, nn.Conv2d) and supports_im2col(layer):
                 parent, _, leaf = name.rpartition(".")
                 setattr(module.get_submodule(parent), leaf, PatchConv2d(layer))
         return module
 
-    return model.like(change)
+    return model.like(replace_layers)

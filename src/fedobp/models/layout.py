@@ -59,7 +59,7 @@ class Layout:
         """Say whether a tensor belongs to the head."""
         return name.startswith(HEAD)
 
-    def _runs(self, inside: Inside) -> list[tuple[bool, int]]:
+    def _segments(self, inside: Inside) -> list[tuple[bool, int]]:
         """Return the vector as alternating stretches: (belongs to the part, length)."""
         tensors = zip(self.names, self.sizes, strict=True)
         groups = groupby(tensors, key=lambda tensor: inside(tensor[0]))
@@ -89,20 +89,20 @@ class Layout:
 
     def mask(self, inside: Inside, device: torch.device | None = None) -> Tensor:
         """Return the mask of a part's entries: those of the tensors whose names `inside` says yes to."""
-        return torch.cat([torch.full((size,), part, device=device) for part, size in self._runs(inside)])
+        return torch.cat([torch.full((size,), part, device=device) for part, size in self._segments(inside)])
 
     def split(self, theta: Tensor, inside: Inside | None = None) -> tuple[Tensor, Tensor]:
         """Return (rest, part), each a shorter vector; leading axes stay in front. The part is the head unless named."""
-        runs = self._runs(inside or self.in_head)
+        segments = self._segments(inside or self.in_head)
         chosen: dict[bool, list[Tensor]] = {False: [], True: []}
-        for (part, _), piece in zip(runs, theta.split([size for _, size in runs], dim=-1), strict=True):
+        for (part, _), piece in zip(segments, theta.split([size for _, size in segments], dim=-1), strict=True):
             chosen[part].append(piece)
         empty = theta[..., :0]
         return torch.cat([empty, *chosen[False]], dim=-1), torch.cat([empty, *chosen[True]], dim=-1)
 
     def join(self, rest: Tensor, part: Tensor, inside: Inside | None = None) -> Tensor:
         """Return the vector made of (rest, part): the inverse of `split`."""
-        runs = self._runs(inside or self.in_head)
-        sizes = {which: [size for one, size in runs if one == which] for which in (False, True)}
+        segments = self._segments(inside or self.in_head)
+        sizes = {which: [size for one, size in segments if one == which] for which in (False, True)}
         pieces = {False: iter(rest.split(sizes[False], dim=-1)), True: iter(part.split(sizes[True], dim=-1))}
-        return torch.cat([next(pieces[which]) for which, _ in runs], dim=-1)
+        return torch.cat([next(pieces[which]) for which, _ in segments], dim=-1)

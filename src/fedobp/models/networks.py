@@ -16,11 +16,11 @@ def register(
 ) -> Callable[[Callable[[Sequence[int], int], nn.Module]], Callable[[Sequence[int], int], nn.Module]]:
     """Make a network known under a name: a function of (input shape, classes) that returns a fresh module."""
 
-    def keep(build: Callable[[Sequence[int], int], nn.Module]) -> Callable[[Sequence[int], int], nn.Module]:
+    def add(build: Callable[[Sequence[int], int], nn.Module]) -> Callable[[Sequence[int], int], nn.Module]:
         NETS[name] = build
         return build
 
-    return keep
+    return add
 
 
 def _image(name: str, shape: Sequence[int], smallest: int) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from fedobp.models.networks import cnn
 
 if TYPE_CHECKING:
     from fedobp.engine.kernels.fused import Fused
-    from fedobp.engine.kernels.step import Arithmetic
+    from fedobp.engine.kernels.step import KernelPrecision
 
 
 # The version that the kernels were run with: what another makes of them nobody has looked at, and it matters
@@ -52,7 +52,7 @@ def fused_for(model: Model, batch: int, precision: Precision, device: torch.devi
         return None
     from fedobp.engine.kernels.fused import Fused
 
-    return Fused(model, batch, cast("Arithmetic", precision), tiles, device)
+    return Fused(model, batch, cast("KernelPrecision", precision), tiles, device)
 
 
 def _triton_problem() -> str | None:
