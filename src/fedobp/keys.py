@@ -1,8 +1,8 @@
 """Randomness without generators: every draw is a hash of (seed, round, client, purpose, ...).
 
-A hash has no state, so the serial engine, a vectorised one and a remote node draw the same numbers in any order, and
-nobody's global generator is touched. The hash is splitmix64's finaliser (Steele, Lea, Flood, OOPSLA 2014) in wrapping
-int64 arithmetic; it works elementwise, so a whole cohort's keys come from one call.
+A hash has no state, so the serial engine, a vectorised one and a remote node draw the same numbers in any order, and no
+global generator is used. The hash is splitmix64's finaliser (Steele, Lea, Flood, OOPSLA 2014) in wrapping int64
+arithmetic; it works elementwise, so one call gives the keys of a whole cohort.
 """
 
 import math
@@ -18,26 +18,26 @@ _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
 IntLike = Tensor | int
-NOBODY = -1  # the client of a draw that belongs to none
+NOBODY = -1  # the client of a draw that belongs to no client
 
 
 class Purpose(IntEnum):
-    """What a key is for. Numbers are part of the results: never reuse or change one."""
+    """The purpose of a key. The numbers determine results: never reuse or change one."""
 
     COHORT = 1
     TRAIN = 2
     SERVE = 3
-    BEGIN = 4  # what a method draws before round 1
-    SCORE = 5  # what a method's server draws for a client in a round
+    BEGIN = 4  # a method's draws before round 1
+    SCORE = 5  # a server's draws for a client in a round
 
 
 def _wrap_int64(value: IntLike) -> IntLike:
-    """Return a number as a signed 64-bit one, which tensors are already."""
+    """Wrap a Python integer to signed 64 bits; tensors are int64 already."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63) if isinstance(value, int) else value
 
 
 def _logical_shift_right(value: IntLike, bits: int) -> IntLike:
-    """Shift right without the sign (int64's own `>>` copies it)."""
+    """Shift right and fill with zeros (`>>` of int64 copies the sign)."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -51,7 +51,7 @@ def _mix(value: IntLike) -> IntLike:
 def fold(key: IntLike, *parts: IntLike) -> Tensor:
     """Hash integers into a key, one after the other; tensors broadcast, so a key may have a leading axis.
 
-    As long as all are numbers, Python does the sums: a tensor of one element takes twenty times as long.
+    Python integers are hashed in Python: one-element tensors take twenty times as long.
     """
     if isinstance(key, Tensor):
         key = key.long()
@@ -63,12 +63,12 @@ def fold(key: IntLike, *parts: IntLike) -> Tensor:
 
 
 def permutation(key: Tensor, n: int) -> Tensor:
-    """Return the order in which a key visits n things: they are sorted by their hashes."""
+    """Return a random permutation of n items: they are sorted by their hashes."""
     return fold(key, torch.arange(n, device=key.device)).argsort(stable=True)
 
 
 def uniform(key: Tensor, n: int) -> Tensor:
-    """Return n numbers strictly between 0 and 1, in float64: the middles of 2^52 equal steps."""
+    """Return n numbers strictly between 0 and 1, in float64: the midpoints of 2^52 equal intervals."""
     bits = (fold(key, torch.arange(n, device=key.device)) >> 12) & ((1 << 52) - 1)
     return (bits.double() + 0.5) * 2**-52
 

@@ -1,4 +1,4 @@
-"""Which samples a client sees when: keyed, so that every engine and every node draws the same batches."""
+"""The order of a client's batches: keyed, so that every engine and every node draws the same batches."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,36 +10,36 @@ from fedobp.keys import fold, permutation
 from fedobp.transfer import send
 
 _MAX_INT64 = 2**63 - 1
-SUBSET = _DRAWS = -1  # in the place of an epoch: the key is for a draw
+SUBSET = _DRAWS = -1  # folded in instead of an epoch: the key of a draw other than a batch order
 
 
 def batches(key: Tensor, n: int, size: int, device: torch.device | None = None, smallest: int = 2) -> list[Tensor]:
     """Return one epoch's batches as positions in a client's shard: shuffled, the last one partial.
 
-    In training, a batch of a single sample is left out, as the reference implementation does.
+    In training, a batch of a single sample is dropped, as in the reference implementation.
     """
     return [batch for batch in permutation(key, n).to(device).split(size) if len(batch) >= smallest]
 
 
 def batches_of(n: int, size: int, smallest: int = 2) -> int:
-    """Return how many batches `batches` makes of n samples."""
+    """Return the number of batches that `batches` makes of n samples."""
     if size < smallest:
         return 0
     return n // size + (n % size >= smallest)
 
 
 def step_key(key: Tensor, epoch: Tensor | int, batch: Tensor | int) -> Tensor:
-    """Return the key of what is drawn at a step, given its phase's."""
+    """Return the key of the random draws of a step, from the key of its phase."""
     return fold(key, epoch, _DRAWS, batch)
 
 
 def subset(key: Tensor, n: int, fraction: float) -> Tensor:
-    """Return the positions of a share of a client's samples, at least one."""
+    """Return the positions of a random fraction of a client's samples, at least one."""
     return permutation(fold(key, _DRAWS), n)[: share_of(n, fraction)]
 
 
 def share_of(n: int, fraction: float) -> int:
-    """Return how many samples a share of n is."""
+    """Return how many of n samples a fraction is."""
     return min(n, max(1, int(fraction * n)))
 
 
@@ -53,9 +53,9 @@ class Orders(NamedTuple):
 def orders(
     keys: Tensor, n: Sequence[int], epochs: Sequence[int], size: int, smallest: int = 2, first: int = 0
 ) -> Orders:
-    """Return the batches of several clients at once: for each, those of `batches` epoch by epoch, from the `first` on.
+    """Return the batches of several clients at once: for each, those of `batches` epoch by epoch, from epoch `first`.
 
-    `keys` has an epoch's key still to be folded in. A client with fewer steps has batches without samples at its end.
+    `keys` are the clients' keys, without the epoch. A client with fewer steps has empty batches at its end.
     """
     device, most_samples = keys.device, max(n)
     per_epoch = [batches_of(one, size, smallest) for one in n]
@@ -67,8 +67,7 @@ def orders(
     samples, batches_per_epoch, epoch_counts = (send(values, device)[:, None] for values in (n, per_epoch, epochs))
     hashes = fold(keys[:, None], torch.arange(first, first + most_epochs, device=device))
     hashes = fold(hashes[..., None], torch.arange(most_samples, device=device))
-    # Those beyond a client's last sample come last: the sort is stable, so a sample whose hash is the largest number
-    # of all still comes before them.
+    # Padding is sorted last: the sort is stable, so a sample whose hash is the largest int64 still comes before it.
     hashes.masked_fill_(torch.arange(most_samples, device=device) >= samples[..., None], _MAX_INT64)
     shuffled = hashes.argsort(dim=-1, stable=True)
     if most_samples < most_batches * size:

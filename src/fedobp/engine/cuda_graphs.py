@@ -1,8 +1,8 @@
-"""Steps on CUDA without the host: one captured graph for each number of active lanes, replayed step after step.
+"""Training steps as captured CUDA graphs: one graph per number of active lanes, replayed once per step.
 
-A graph's tensors have fixed places, so lanes are copied into buffers of their own. A counter on the device picks what
-the plan says now: replaying is all that the host does in a phase, and it never waits. Numbers of lanes are rounded up
-to a few sizes; a lane without samples is left as it is.
+A graph reads and writes fixed addresses, so lanes are copied into buffers. A counter on the device selects the step's
+samples in the plan: during a phase the host only launches replays and never synchronises. Numbers of lanes are rounded
+up to a few sizes; a lane without samples does not change.
 """
 
 import gc
@@ -18,22 +18,22 @@ from torch.utils import _pytree as trees
 
 from fedobp.engine.fit import Make, active
 
-KINDS = 32  # kept at most: a method that makes its loss anew in every round has a new kind in every round
+KINDS = 32  # the most in the cache: a method that creates its loss in every round has a new kind in every round
 
 
 def padded_lanes(lanes: int) -> int:
-    """Return the number of lanes that a graph is made for: few sizes, and little computed in vain."""
+    """Return the number of lanes of the graph for `lanes` active ones: few sizes, and little computed for padding."""
     step = 1 if lanes <= 8 else 2 if lanes <= 32 else 4
     return -(-lanes // step) * step
 
 
 def capture(run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
-    """Return what launches a function's kernels again, as one graph.
+    """Capture a function's kernel launches as one graph, and return the function that replays it.
 
-    It may be replayed on this stream, or on any other while this one rests: they share libraries' scratch memory. The
-    default stream cannot be captured, and has one that stands in for it.
-    An old graph that is thrown away during a capture spoils it. `torch.cuda.graph` collects all garbage beforehand,
-    which takes longer than all the rest; here nobody collects any in the meantime.
+    It may be replayed on this stream, or on another one while this one is idle: they share libraries' workspaces. The
+    default stream cannot be captured, so a new stream is used instead.
+    Deleting another graph during a capture invalidates it. `torch.cuda.graph` therefore runs the garbage collector
+    beforehand, which takes longer than the capture; here the collector is disabled during the capture.
     """
     graph, gc_enabled, current = torch.cuda.CUDAGraph(), gc.isenabled(), torch.cuda.current_stream()
     capturing = torch.cuda.Stream() if current == torch.cuda.default_stream() else current
@@ -55,24 +55,24 @@ def capture(run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
 
 @dataclass
 class _Buffers:
-    """A stack at a fixed place, with its graphs by number of lanes."""
+    """Buffers for a stack of lanes, with its graphs by number of lanes."""
 
     make: Make
     given: Any
     moving: Any
     plan: dict[str, Tensor]
     counter: Tensor
-    pool: Any  # memory that the graphs share: only one of them runs at a time
+    pool: Any  # memory shared by the graphs: only one of them runs at a time
     graphs: dict[int, Callable[[], None]] = field(default_factory=dict)
 
     @property
     def capacity(self) -> tuple[int, int]:
-        """For how many (steps, lanes) it is."""
+        """The largest (steps, lanes) that fit."""
         steps, lanes = self.plan["counts"].shape
         return steps, lanes
 
     def step(self, lanes: int) -> Callable[[], None]:
-        """Return a step of the first lanes, at where the counter stands."""
+        """Return a step of the first lanes, on the samples at the counter."""
         step = self.make(self.given, self.moving, lanes)
 
         def run() -> None:
@@ -82,7 +82,7 @@ class _Buffers:
         return run
 
     def load(self, given: Any, moving: Any) -> None:
-        """Copy a stack here. Lanes that a graph has beyond it are like its first."""
+        """Copy a stack into the buffers. Padding lanes are copies of its first lane."""
         pairs = zip(trees.tree_leaves((self.given, self.moving)), trees.tree_leaves((given, moving)), strict=True)
         for target, values in pairs:
             lanes = len(values)
@@ -90,7 +90,7 @@ class _Buffers:
             target[lanes : padded_lanes(lanes)] = values[:1]
 
     def load_plan(self, plan: Mapping[str, Tensor]) -> None:
-        """Copy a plan here, and start at its beginning."""
+        """Copy a plan into the buffers, and reset the counter."""
         self.counter.zero_()
         self.plan["counts"].zero_()
         for name, values in plan.items():
@@ -98,7 +98,7 @@ class _Buffers:
 
 
 class Graphs:
-    """Runs stacks from captured graphs, and keeps them for the next phase of the same kind."""
+    """Runs stacks with captured graphs, and caches these for the next phase of the same kind."""
 
     def __init__(self) -> None:
         self._cache: dict[Hashable, _Buffers] = {}
@@ -112,10 +112,10 @@ class Graphs:
         buffers.load(given, moving)
         missing = {lanes for lanes, _ in groups} - set(buffers.graphs)
         if missing:
-            buffers.plan["counts"].zero_()  # nobody moves while graphs are made
+            buffers.plan["counts"].zero_()  # lanes without samples do not change during warm-up and capture
             for lanes in missing:
                 buffers.graphs[lanes] = self._capture(buffers, lanes)
-            buffers.load(given, moving)  # but for velocities
+            buffers.load(given, moving)  # warm-up steps change the velocities
         buffers.load_plan(plan)
         for lanes, times in groups:
             for _ in range(times):
@@ -132,18 +132,18 @@ class Graphs:
         buffers = self._cache.pop(key, None)
         old = buffers.capacity if buffers else (0, 0)
         if buffers is None or old[0] < steps or old[1] < padded_lanes(lanes):
-            # Twice as many steps as now: rounds differ, and a graph is worth keeping.
+            # Twice the steps of this phase: rounds differ in length, and larger buffers would need new graphs.
             buffers, capacity = None, (max(2 * steps, old[0]), max(padded_lanes(lanes), old[1]))
-            for oldest in list(self._cache)[: 1 - KINDS]:  # old ones go before new ones come
+            for oldest in list(self._cache)[: 1 - KINDS]:  # free the oldest before allocating
                 del self._cache[oldest]
             buffers = self._empty(given, moving, plan, make, *capacity)
-        self._cache[key] = buffers  # behind those that were used before it
+        self._cache[key] = buffers  # at the end: the cache is ordered by last use
         return buffers
 
     def _empty(
         self, given: Any, moving: Any, plan: Mapping[str, Tensor], make: Make, steps: int, lanes: int
     ) -> _Buffers:
-        """Return buffers like a stack, for more steps and lanes."""
+        """Return zeroed buffers with the tensors of a stack, for the given numbers of steps and lanes."""
         given, moving = trees.tree_map(lambda values: values.new_zeros(lanes, *values.shape[1:]), (given, moving))
         empty_plan = {name: values.new_zeros(steps, lanes, *values.shape[2:]) for name, values in plan.items()}
         counter = torch.zeros(1, dtype=torch.int64, device=plan["counts"].device)
@@ -151,7 +151,7 @@ class Graphs:
         return _Buffers(make, given, moving, empty_plan, counter, pool)
 
     def _capture(self, buffers: _Buffers, lanes: int) -> Callable[[], None]:
-        """Return what takes a step: a graph, or the step itself where the method waits for the device in it."""
+        """Return a function that takes a step: a graph, or the step itself where a method's code synchronises."""
         step = buffers.step(lanes)
         if not buffers.counter.is_cuda:
             return step
@@ -161,7 +161,7 @@ class Graphs:
 
 
 def _synchronizes(step: Callable[[], None]) -> bool:
-    """Take a step, and say whether it waits for the device. That is also what libraries want before a capture."""
+    """Take a step and return whether it synchronises. It is also the warm-up that libraries need before a capture."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")

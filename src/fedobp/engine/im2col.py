@@ -1,7 +1,7 @@
-"""Convolutions as products of patches and kernels, lane by lane: what CUDA does fast where every lane has its weights.
+"""Convolutions by im2col: a batched product of patches and kernels, for lanes that each have their own weights on CUDA.
 
-cuDNN runs a grouped convolution one group after the other. Here patches are copied out once, and a batched matrix
-product does the rest (docs/performance.md has the measurements).
+cuDNN runs the groups of a grouped convolution one after the other. Here patches are copied once, and one batched matrix
+product computes all lanes (docs/performance.md has the measurements).
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,15 @@ from fedobp.models import Model
 class PatchProduct(torch.autograd.Function):
     """A convolution of stride 1: images [L, B, H, W, C], weights [L, O, C, k, m], biases [L, O].
 
-    Returns outputs [L, B, rows, columns, O], and for the way back patches and kernels. The patches' width is rounded up
-    to a multiple of 8 (zeros), which tensor cores want. The weights' gradient is a sum over all positions of all
-    samples: taken sample by sample and then added, or a few lanes would occupy a few of the device's many processors.
+    Returns outputs [L, B, rows, columns, O], and patches and kernels for the backward pass. The size of a patch is
+    padded with zeros to a multiple of 8, as tensor cores need. The weight gradient is a sum over all positions of all
+    samples: it is computed per sample and then added up, because one product per lane would leave most of the device
+    idle when there are few lanes.
     """
 
     @staticmethod
     def forward(image: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Copy the patches out, and multiply."""
+        """Copy the patches, and multiply."""
         lanes, samples, height, width, channels = image.shape
         outputs, kernel_h, kernel_w = weight.shape[1], weight.shape[3], weight.shape[4]
         rows, columns = height - kernel_h + 1, width - kernel_w + 1
@@ -36,7 +37,7 @@ class PatchProduct(torch.autograd.Function):
         patches[..., patch_size:] = 0
         source, target, row_size = image.contiguous(), patches[..., :patch_size], kernel_w * channels
         if padded == patch_size and channels * image.element_size() % 16 == 0:
-            # A copy moves one element at a time: let it move 16 bytes.
+            # A copy moves one element at a time: view 16 bytes as one element.
             source, target = (tensor.view(torch.complex128) for tensor in (source, target))
             row_size = row_size * image.element_size() // 16
         strides = source.stride()
@@ -52,21 +53,21 @@ class PatchProduct(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep what the way back needs. It is part of the outputs, so that the way back has a derivative too."""
+        """Save tensors for the backward pass. They are outputs, so that the backward pass is differentiable too."""
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*output[1:])
         ctx.shapes = inputs[0].shape, inputs[1].shape
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of images, if they are asked for, weights and biases."""
+        """Return the gradients of images (if needed), weights and biases."""
         patches, kernels = ctx.saved_tensors
         grad_out, grad_patches, grad_kernels = gradients
         (lanes, samples, height, width, channels), (_, outputs, _, kernel_h, kernel_w) = ctx.shapes
         patch_size = kernel_h * kernel_w * channels
         rows, columns = height - kernel_h + 1, width - kernel_w + 1
         grad_image = grad_weight = grad_bias = None
-        with torch.autocast(patches.device.type, enabled=False):  # all has the products' type already
+        with torch.autocast(patches.device.type, enabled=False):  # all tensors already have the dtype of the products
             if grad_out is not None:
                 gradient = grad_out.reshape(lanes, samples * rows * columns, outputs)
                 by_sample = lanes * samples, rows * columns
@@ -93,7 +94,7 @@ class PatchProduct(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *given: Tensor) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-        """Vectorise: more samples where all have the same weights, and more lanes where they have not."""
+        """Merge the new axis into the samples where weights are shared, and into the lanes where they are not."""
         batch_size: int = info.batch_size
         if in_dims[1:] == (None, None):
             image, weight, bias = given
@@ -109,7 +110,7 @@ def _add(one: Tensor | None, other: Tensor) -> Tensor:
 
 
 def merge_vmap_axis(batch_size: int, in_dims: Sequence[int | None], given: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors [L, ...] that `vmap` has made many of as [many * L, ...]."""
+    """Return tensors [L, ...] with a `vmap` axis as [batch_size * L, ...]."""
     moved = (
         tensor.expand(batch_size, *tensor.shape) if at is None else tensor.movedim(at, 0)
         for tensor, at in zip(given, in_dims, strict=True)
@@ -118,7 +119,7 @@ def merge_vmap_axis(batch_size: int, in_dims: Sequence[int | None], given: Seque
 
 
 def at_most_one_grad() -> bool:
-    """Say whether one derivative is taken at most, and backwards: what has no second one may stand in for a layer."""
+    """Return whether `torch.func` takes at most one derivative, in reverse mode, so that no second one is needed."""
     transforms = [interpreter.key() for interpreter in retrieve_all_functorch_interpreters()]
     return transforms.count(TransformType.Grad) <= 1 and TransformType.Jvp not in transforms
 
@@ -129,19 +130,19 @@ def _apply(image: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor,
 
 
 def supports_im2col(layer: nn.Module) -> bool:
-    """Say whether a layer is a convolution that can be taken as a product of patches."""
+    """Return whether a layer is a convolution that im2col can compute."""
     return (
         type(layer) is nn.Conv2d
         and layer.groups == 1
         and layer.padding_mode == "zeros"
         and not isinstance(layer.padding, str)
         and layer.stride == layer.dilation == (1, 1)
-        and not (layer._forward_hooks or layer._forward_pre_hooks)  # which may do anything
+        and not (layer._forward_hooks or layer._forward_pre_hooks)  # a hook may do anything
     )
 
 
 def im2col_conv2d(padding: Sequence[int], image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Apply a layer to images [L, B, H, W, C] with each lane's weights: [L, B, rows, columns, O]."""
+    """Convolve images [L, B, H, W, C] with each lane's weights, and return [L, B, rows, columns, O]."""
     down, right = padding
     if down or right:
         image = functional.pad(image, (0, 0, right, right, down, down))
@@ -149,7 +150,7 @@ def im2col_conv2d(padding: Sequence[int], image: Tensor, weight: Tensor, bias: T
 
 
 class PatchConv2d(nn.Conv2d):
-    """A convolution with the same tensors, which `vmap` takes through all lanes at once."""
+    """A convolution with the same tensors, whose `vmap` over lanes is one batched product."""
 
     def __init__(self, like: nn.Conv2d) -> None:
         self.__dict__.update(like.__dict__)
@@ -167,7 +168,7 @@ class PatchConv2d(nn.Conv2d):
 
 
 def patched(model: Model) -> Model:
-    """Return a model that computes the same, with `PatchConv2d` for the convolutions that it fits."""
+    """Return a model that computes the same, with `PatchConv2d` for the convolutions that im2col supports."""
 
     def replace_layers(module: nn.Module) -> nn.Module:
         for name, layer in list(module.named_modules()):

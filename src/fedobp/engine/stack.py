@@ -1,11 +1,11 @@
-"""Many copies of a network at once: each lane has its own parameters and its own batch.
+"""The forward pass of many copies of a network at once: each lane has its own parameters and its own batch.
 
-A network that is a plain sequence of common layers gets a batched form of each layer; any other module is vectorised
-as it is (`torch.func.vmap`), which is right for all and fast for few. Inputs are [lanes, samples, ...], parameters
+A network that is a plain sequence of common layers uses a batched form of each layer. Any other module is vectorised
+with `torch.func.vmap`, which works for all modules but is fast for few. Inputs are [lanes, samples, ...], parameters
 [lanes, ...], outputs [lanes, samples, classes].
 
-Between the layers images keep whatever order suits the convolution. On the CPU that is one grouped convolution in
-channels-last order, on CUDA a product of patches and kernels (`im2col`).
+Between layers, images are in the memory format of the convolution: on the CPU one grouped convolution in channels-last
+format, on CUDA im2col and a batched matrix product (`im2col`).
 """
 
 from collections.abc import Callable, Mapping
@@ -25,13 +25,13 @@ _POOLS = (nn.MaxPool2d, nn.AvgPool2d)
 
 
 def _channels_last(x: Tensor) -> Tensor:
-    """Return images in channels-last order, with strides that say so even where there is one channel."""
+    """Return images in channels-last format, with the strides of that format even where there is one channel."""
     nhwc = x.permute(0, 2, 3, 1)
     return nhwc.flatten().view(nhwc.shape).permute(0, 3, 1, 2)
 
 
 class Grouped:
-    """Images as [samples, lanes * channels, height, width]: one grouped convolution serves all lanes."""
+    """Images as [samples, lanes * channels, height, width]: one grouped convolution for all lanes."""
 
     @staticmethod
     def to_images(x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Grouped:
 
 
 class Columns:
-    """Images as [lanes * samples, channels, height, width], channels last: patches, then a matrix product a lane."""
+    """Images as [lanes * samples, channels, height, width], channels last: im2col, then a matrix product per lane."""
 
     @staticmethod
     def to_images(x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def stacked(model: Model, form: type[Grouped] | type[Columns]) -> Forward:
         return vmapped
 
     def forward(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        # Vectors are [lanes, entries, samples]: then the gradient of a layer's weights has the order of the weights.
+        # Vectors are [lanes, entries, samples]: then the gradient of a layer's weight has the layout of the weight.
         lanes, is_image = len(x), False
         x = x.transpose(1, 2) if x.ndim == 3 else x
         for name, layer in layers:
@@ -108,7 +108,7 @@ def stacked(model: Model, form: type[Grouped] | type[Columns]) -> Forward:
 
 
 def _batched_layers(model: Model, form: type[Grouped] | type[Columns]) -> list[tuple[str, nn.Module]] | None:
-    """Return the layers in the order in which they are best run, or None if the module is not such a sequence."""
+    """Return the layers in their order of execution, or None if one of them has no batched form."""
     if type(model.structure) is not nn.Sequential:
         return None
     layers = [one for one in model.structure.named_modules(remove_duplicate=False) if one[0] and "." not in one[0]]
@@ -117,7 +117,7 @@ def _batched_layers(model: Model, form: type[Grouped] | type[Columns]) -> list[t
         return None
     flat = len(model.shape) == 1
     for _, layer in layers:
-        # A subclass or a hook may do anything: only the layers themselves have a batched form.
+        # A subclass or a hook may do anything: only the plain layers have a batched form.
         if getattr(layer, "inplace", False) or layer._forward_hooks or layer._forward_pre_hooks:
             return None
         if type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1):
@@ -131,7 +131,7 @@ def _batched_layers(model: Model, form: type[Grouped] | type[Columns]) -> list[t
                 return None
         elif type(layer) not in (*_ELEMENTWISE, *_POOLS) or (flat and isinstance(layer, _POOLS)):
             return None
-    # max(relu(x)) is relu(max(x)), gradients and ties included, on a quarter of the entries.
+    # max(relu(x)) is relu(max(x)), gradients and ties included, and the second has fewer entries to rectify.
     for at in range(len(layers) - 1):
         if isinstance(layers[at][1], nn.ReLU) and isinstance(layers[at + 1][1], nn.MaxPool2d):
             layers[at], layers[at + 1] = layers[at + 1], layers[at]

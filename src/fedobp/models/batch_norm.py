@@ -1,4 +1,4 @@
-"""BatchNorm as a pure function: its running statistics are part of a model's vector, and padding does not count."""
+"""BatchNorm as a pure function: its running statistics are part of a model's vector, and padding is ignored."""
 
 from collections.abc import Iterator
 from typing import cast
@@ -11,20 +11,20 @@ _STATISTICS = (".running_mean", ".running_var")
 
 
 def is_statistic(name: str) -> bool:
-    """Say whether a tensor is a running statistic, which training moves without a gradient."""
+    """Return whether a tensor is a running statistic, which training updates without a gradient."""
     return name.endswith(_STATISTICS)
 
 
 def batch_norm_layers(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
-    """Yield the BatchNorm layers of a module."""
+    """Yield the BatchNorm layers of a module, with their names."""
     return ((name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm))
 
 
 class PureBatchNorm(nn.Module):
     """A BatchNorm layer with the same tensors.
 
-    With `sample_weight` (1 a sample, 0 padding) it is in training: it uses the batch's mean and variance, and leaves in
-    `updated` what the running ones become.
+    With `sample_weight` (1 for a sample, 0 for padding) it is in training mode: it normalises by the batch's mean and
+    variance, and stores the new running statistics in `updated`.
     """
 
     def __init__(self, like: _BatchNorm) -> None:
@@ -54,7 +54,7 @@ class PureBatchNorm(nn.Module):
 
 
 def with_pure_batch_norm(module: nn.Module) -> nn.Module:
-    """Return a module, in place, with `PureBatchNorm` for every BatchNorm."""
+    """Replace every BatchNorm of a module by `PureBatchNorm`, in place, and return the module."""
     for name, layer in list(batch_norm_layers(module)):
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, PureBatchNorm(layer))
@@ -62,6 +62,6 @@ def with_pure_batch_norm(module: nn.Module) -> nn.Module:
 
 
 def updated_statistics(module: nn.Module) -> Tensor:
-    """Return the new running statistics after a pass in training, in the order in which they lie in the vector."""
+    """Return the new running statistics after a forward pass in training mode, in the order of the vector."""
     layers = [layer for layer in module.modules() if isinstance(layer, PureBatchNorm)]
     return torch.cat([value for layer in layers for value in layer.updated])

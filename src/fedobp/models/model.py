@@ -1,4 +1,4 @@
-"""Models: ordinary modules, each seen by the rest of the library as one flat vector with a layout."""
+"""A model: an ordinary module, seen by the rest of the library as one flat vector with a layout."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -46,13 +46,13 @@ class Model:
         self.layout = Layout(tuple(tensors), tuple(tuple(tensor.shape) for tensor in tensors.values()))
 
     def _build(self, seed: int) -> nn.Module:
-        # Default initialisation draws from torch's global generator: borrow it, and put it back as it was.
+        # Default initialisation draws from torch's global generator: seed it, and restore its state afterwards.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             return NETS[self.name](self.shape, self.classes)
 
     def _check(self, module: nn.Module) -> None:
-        """Refuse what one flat vector with keyed randomness cannot hold."""
+        """Raise an error for modules that a flat vector with keyed randomness cannot represent."""
         if not any(Layout.in_head(name) for name, _ in module.named_parameters()):
             raise FedobpError(f"model '{self.name}' has no layer called `classifier`: name its last layer so")
         norms = dict(batch_norm_layers(module))
@@ -84,17 +84,17 @@ class Model:
         return module
 
     def like(self, change: Callable[[nn.Module], nn.Module]) -> "Model":
-        """Return a model with the same vectors, whose layers have been changed."""
+        """Return a model with the same layout, whose module is `change` of a copy of this one's."""
         other = copy(self)
         other.structure, other._threads = change(deepcopy(self.structure)), threading.local()
         return other
 
     def logits(self, theta: Tensor, x: Tensor) -> Tensor:
-        """Return the outputs of the network whose parameters are `theta`: a pure function, for custom losses."""
+        """Return the logits of the network with parameters `theta`: a pure function, for custom losses."""
         return self.apply(self.layout.views(theta), x)
 
     def features(self, theta: Tensor, x: Tensor) -> Tensor:
-        """Return what the classifier sees: the outputs of the base."""
+        """Return the inputs of the classifier: the outputs of the base."""
         if not hasattr(self._threads, "base"):
             self._threads.base = deepcopy(self.structure)
             self._threads.base.classifier = nn.Identity()
@@ -104,7 +104,7 @@ class Model:
     def probed(
         self, tensors: Mapping[str, Tensor], offsets: Mapping[str, Tensor], x: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the outputs with offsets added to those of the layers in `linear`, and what each of these was fed."""
+        """Return the logits with offsets added to the outputs of the layers in `linear`, and these layers' inputs."""
         if not hasattr(self._threads, "probed"):
             self._threads.probed = with_recording(deepcopy(self.structure), self.linear)
         module = self._threads.probed
@@ -127,12 +127,12 @@ class Model:
         return tensors["classifier.weight"], tensors["classifier.bias"]
 
     def with_head(self, theta: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Return a vector with another classifier."""
+        """Return a vector with the classifier replaced."""
         base, _ = self.layout.split(theta)
         return self.layout.join(base, torch.cat([weight.flatten(-2), bias], dim=-1))
 
     def trained(self, theta: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the outputs as in training, with BatchNorm over the batch, and the new running statistics.
+        """Return the logits in training mode, with BatchNorm over the batch, and the new running statistics.
 
         `weight` is 1 for a sample and 0 for padding.
         """
@@ -148,13 +148,13 @@ class Model:
                 layer.sample_weight, layer.updated = None, ()
 
     def _thread_module(self) -> nn.Module:
-        # torch lends the parameters to a module while it runs: each thread needs one of its own.
+        # `functional_call` swaps a module's parameters while it runs: each thread needs its own copy.
         if not hasattr(self._threads, "module"):
             self._threads.module = deepcopy(self.structure)
         return cast(nn.Module, self._threads.module)
 
     def apply(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return the outputs of the network with the given parameters, by name."""
+        """Return the logits of the network with the given parameters, by name."""
         return cast(Tensor, functional_call(self._thread_module(), dict(tensors), (x,)))
 
     def load(self, module: nn.Module, theta: Tensor) -> None:
@@ -169,6 +169,6 @@ class Model:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return what a model's vector is made of: all parameters, and after them BatchNorm's running statistics."""
+    """Return the tensors of a model's vector: all parameters, and after them BatchNorm's running statistics."""
     statistics = {name: buffer for name, buffer in module.named_buffers() if is_statistic(name)}
     return {**dict(module.named_parameters()), **statistics}

@@ -1,8 +1,8 @@
-"""The CNN's convolutions as a function of tensors, for losses and sweeps of a method's own.
+"""The CNN's convolutions as an autograd function, for a method's custom losses and sweeps.
 
-A step of plain SGD is fused as a whole (`step`). What a method computes itself is vectorised by `torch.func`, which
-needs a derivative and a rule for `vmap` of everything that it meets: here is the part that takes most of the time, from
-images to the hidden layer's inputs, by the same kernels.
+A step of plain SGD is fused as a whole (`step`). Custom losses and sweeps are vectorised by `torch.func`, which needs a
+derivative and a `vmap` rule. This function computes the part that takes most of the time, from images to the inputs of
+the hidden layer, with the same kernels.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from fedobp.errors import FedobpError
 
 @dataclass(frozen=True)
 class ConvConfig:
-    """What all calls of a model share."""
+    """The configuration of a model's fused convolutions."""
 
     side: int
     channels: int
@@ -34,11 +34,11 @@ class ConvConfig:
     tiles: tuple[Tiles, ...]
 
     def step_config(self, batch: int) -> StepConfig:
-        """Return what a step of such a batch does; nobody asks how many classes there are."""
+        """Return the configuration for a batch size; the number of classes is not used."""
         return StepConfig(Shapes(self.side, self.channels, 2, batch), self.precision, "all")
 
     def tiles_of(self, lanes: int, batch: int) -> Tiles:
-        """Return the tiles for so many lanes; single samples have too few rows for any but the last."""
+        """Return the tile shapes for a number of lanes; small batches have too few rows for any but the last."""
         fitting = [tiles for tiles in self.tiles if batch >= 16 and lanes <= tiles.lanes]
         return fitting[0] if fitting else self.tiles[-1]
 
@@ -46,21 +46,21 @@ class ConvConfig:
 class Convolutions(torch.autograd.Function):
     """Both convolutions with ReLU and pooling: images [L, B, C, H, H] -> [L, B, P2, P2, 64].
 
-    Weights are [L, 32, C, 5, 5] and [L, 64, 32, 5, 5], in float32. Beside the outputs it returns what the way back
-    needs: images [L, B, H, H, 4], the first pooled maps, which positions were the largest, and the second weights.
+    Weights are [L, 32, C, 5, 5] and [L, 64, 32, 5, 5], in float32. It also returns the tensors that the backward pass
+    needs: images [L, B, H, H, 4], the first pooled maps, the argmax of both poolings, and the second weights.
     """
 
     @staticmethod
     def forward(
         config: ConvConfig, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Lay out what the kernels read, and launch them."""
+        """Convert the tensors to the kernels' layouts, and launch the kernels."""
         lanes, batch = x.shape[:2]
         step, low, tiles = config.step_config(batch), operand_dtype(config.precision), config.tiles_of(lanes, batch)
         shapes = step.shapes
         storage, image = _image(lanes, batch, shapes.side, low, x.device)
         image[..., : shapes.channels] = x.permute(0, 1, 3, 4, 2)
-        # A kernel row for the left position of a pooling window, and a pixel further right for the right one.
+        # A kernel row for the left position of a pooling window, and one shifted by a pixel for the right position.
         rows = functional.pad(w1.permute(0, 3, 4, 2, 1), (0, 0, 0, 4 - shapes.channels))
         spread = torch.stack([functional.pad(rows, (0, 0, 0, 0, px, 3 - px)) for px in (0, 1)], dim=4).to(low)
         flipped, taps = (w2.permute(0, 3, 4, *axes).to(low).contiguous() for axes in ((1, 2), (2, 1)))
@@ -83,7 +83,7 @@ class Convolutions(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep what the way back needs."""
+        """Save tensors for the backward pass."""
         ctx.config = inputs[0]
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
@@ -91,7 +91,7 @@ class Convolutions(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        """Return the weights' gradients; who wants that of the images gets layers of torch's own."""
+        """Return the gradients of weights and biases. Where the images need one, `FusedCNN` uses torch's layers."""
         assert not ctx.needs_input_grad[1]
         if gradients[0] is None:
             return (None,) * 6
@@ -99,7 +99,7 @@ class Convolutions(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], config: ConvConfig, *given: Tensor) -> tuple[Any, Any]:
-        """Vectorise: more samples where all have the same weights, and more lanes where they have not."""
+        """Merge the new axis into the samples where weights are shared, and into the lanes where they are not."""
         x, *weights = given
         if in_dims[2:] == (None,) * 4:
             images = x.movedim(in_dims[1] or 0, 1)
@@ -110,7 +110,7 @@ class Convolutions(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The way back: from the gradient of [L, B, P2, P2, 64] to those of both convolutions' weights and biases."""
+    """The backward pass: from the gradient of [L, B, P2, P2, 64] to those of both convolutions' weights and biases."""
 
     @staticmethod
     def forward(config: ConvConfig, gradient: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -143,11 +143,11 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is kept: where `torch.func` takes a second derivative, layers are torch's own."""
+        """Save nothing: where `torch.func` takes a second derivative, `FusedCNN` uses torch's layers."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Refuse: of a second derivative by `torch.autograd` one learns only when it is too late."""
+        """Raise an error: a second derivative by `torch.autograd` cannot be detected in the forward pass."""
         raise FedobpError(
             "the convolution kernels have no second derivative: take both derivatives with torch.func.grad, "
             "or use --engine serial"
@@ -155,29 +155,29 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], config: ConvConfig, *given: Tensor) -> tuple[Any, Any]:
-        """Vectorise: each has gradients of its own."""
+        """Merge the new axis into the lanes."""
         outputs = _Gradients.apply(config, *merge_vmap_axis(info.batch_size, in_dims[1:], given))  # type: ignore[no-untyped-call]
         return tuple(one.unflatten(0, (info.batch_size, -1)) for one in outputs), (0,) * 4
 
 
 def _image(lanes: int, batch: int, side: int, low: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return room for images [L, B, H, H, 4], zero, as the kernels want it and as a view.
+    """Return zeroed storage for images, with a tail, and its view [L, B, H, H, 4].
 
-    Six pixels are read as eight: after the last image, too, there are some.
+    The kernels read 8 pixels where they use 6, also at the end of the last image.
     """
     storage = torch.zeros(lanes * batch * side**2 * 4 + TAIL, dtype=low, device=device)
     return storage, storage[:-TAIL].view(lanes, batch, side, side, 4)
 
 
 def _tracked(x: Tensor) -> bool:
-    """Say whether any transform around follows a tensor with a derivative."""
+    """Return whether any active transform differentiates with respect to a tensor."""
     while not x.requires_grad and is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return x.requires_grad
 
 
 class FusedCNN(nn.Module):
-    """The paper's CNN with the same tensors: convolutions by kernels, for the given sizes of batches."""
+    """The paper's CNN with the same tensors and fused convolutions, for the given batch sizes."""
 
     conv1: PatchConv2d
     conv2: PatchConv2d
@@ -197,7 +197,7 @@ class FusedCNN(nn.Module):
         self._config, self._batches = config, frozenset(batches)
 
     def _is_supported(self, x: Tensor) -> bool:
-        """Say whether the kernels compute what is asked for: one derivative, of weights, in their precision."""
+        """Return whether the kernels support this call: one derivative, of weights, in their precision."""
         device = x.device.type
         low = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
         return (

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from fedobp.engine.kernels.step import KernelPrecision
 
 
-# The version that the kernels were run with: what another makes of them nobody has looked at, and it matters
-# (docs/performance.md, "A tile that was copied over").
+# The version that the kernels were tested with. Another one may compile them incorrectly: see
+# tests/compile_kernels.py for a case.
 _TRITON = "3.6"
 
 
 def is_supported(model: Model, batch: int, precision: Precision) -> bool:
-    """Say whether the kernels are made for a model, a batch size and a precision."""
+    """Return whether the kernels support a model, a batch size and a precision."""
     return (
         (model.name, NETS["cnn"]) == ("cnn", cnn)
         and model.shape[0] <= 4
@@ -35,7 +35,7 @@ def is_supported(model: Model, batch: int, precision: Precision) -> bool:
 
 
 def fused_for(model: Model, batch: int, precision: Precision, device: torch.device) -> "Fused | None":
-    """Return the kernels for a model on a device, or None where there are none, and the general path is taken."""
+    """Return the kernels for a model on a device, or None if the general path must be used."""
     if device.type != "cuda" or not is_supported(model, batch, precision):
         return None
     from fedobp.engine.kernels.tiles import tiles_for
@@ -56,12 +56,12 @@ def fused_for(model: Model, batch: int, precision: Precision, device: torch.devi
 
 
 def _triton_problem() -> str | None:
-    """Return what keeps Triton from running."""
+    """Return why Triton cannot run, or None."""
     try:
         triton = import_module("triton")
         if triton.__version__.split(".")[:2] != _TRITON.split("."):
             return f"Triton {_TRITON}, and this is {triton.__version__} (pip install 'triton=={_TRITON}.*')"
-        triton.runtime.driver.active.utils  # builds what launches kernels, with the machine's C compiler  # noqa: B018
+        triton.runtime.driver.active.utils  # builds the launcher with the machine's C compiler  # noqa: B018
     except ImportError:
         return f"Triton, which is not installed (pip install 'triton=={_TRITON}.*')"
     except (RuntimeError, OSError, SubprocessError) as error:
@@ -70,6 +70,6 @@ def _triton_problem() -> str | None:
 
 
 @cache
-def _warn_once(what: str) -> None:
-    """Say something once."""
-    warnings.warn(what, stacklevel=3)
+def _warn_once(message: str) -> None:
+    """Warn once per message."""
+    warnings.warn(message, stacklevel=3)

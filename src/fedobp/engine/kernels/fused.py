@@ -1,4 +1,4 @@
-"""Phases of the paper's CNN run by the fused kernels: lanes go in, a captured graph is replayed, lanes come out."""
+"""Training and evaluation of the paper's CNN by the fused kernels, as replays of captured CUDA graphs."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,13 +40,13 @@ _TEST_BATCH = 64
 
 
 def graph_lanes(lanes: int) -> int:
-    """Return the number of lanes that a graph is made for."""
+    """Return the number of lanes of the graph for `lanes` active ones."""
     return lanes if lanes <= EXACT else -(-lanes // _LANE_MULTIPLE) * _LANE_MULTIPLE
 
 
 @dataclass
 class _CachedSteps:
-    """Buffers with the graphs that work on them, by number of lanes and of steps."""
+    """Buffers, and the graphs that use them, by number of lanes and of steps."""
 
     config: StepConfig
     samples: Samples
@@ -55,7 +55,7 @@ class _CachedSteps:
 
 
 class Fused:
-    """Trains and tests stacks of one model on one device."""
+    """Trains and evaluates stacks of lanes of one model on one device."""
 
     def __init__(
         self, model: Model, batch: int, precision: KernelPrecision, tiles: Sequence[Tiles], device: torch.device
@@ -72,7 +72,7 @@ class Fused:
 
     @cached_property
     def lane_bytes(self) -> int:
-        """What a lane takes at most: its buffers with every term of the rule, and a few copies of its vector."""
+        """The most memory that a lane needs: buffers with all terms of the update, and four copies of its vector."""
         shapes = replace(self._shapes, batch=max(self._shapes.batch, _TEST_BATCH))
         config = StepConfig(shapes, self._precision, "all", ~0)
         one = Buffers(config, 1, 1, self._splits(config), torch.device("meta"))
@@ -80,7 +80,7 @@ class Fused:
         return 16 * self._size + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def vectorised(self, model: Model) -> Model:
-        """Return a model that computes the same, and whose convolutions are kernels under `torch.func`."""
+        """Return a model that computes the same, with fused convolutions under `torch.func`."""
         config = ConvConfig(self._shapes.side, self._shapes.channels, self._precision, tuple(self._tiles))
         return patched(model).like(lambda module: FusedCNN(module, config, (1, self._batch)))
 
@@ -94,15 +94,15 @@ class Fused:
         data: Sequence[FederatedData],
         steps: Sequence[int],
     ) -> tuple[Tensor, int]:
-        """Train the lanes of `theta` in place; return the sums of their losses, and the batch slots that it took.
+        """Train the lanes of `theta` in place; return the sums of their losses, and the number of batch slots computed.
 
-        `ids` is [steps, lanes, batch], of which `counts` [steps, lanes] are real; `data` is each lane's.
+        `ids` is [steps, lanes, batch], of which `counts` [steps, lanes] are real; `data` has one entry per lane.
         """
         config = StepConfig(self._shapes, self._precision, part, _term_bits(rule))
         cached = self._buffers(config, len(theta), len(ids), data[0])
         now = active(steps)
         plan = [(lanes, len(list(same))) for lanes, same in groupby(map(graph_lanes, now))]
-        # Long graphs as far as they go, then short ones.
+        # As many graphs of several steps as fit, then graphs of one step.
         replays = [
             self._graph(cached, lanes, repeat)
             for lanes, times in plan
@@ -115,9 +115,9 @@ class Fused:
         return cached.buffers.loss[: len(theta)].clone(), sum(now) * self._shapes.batch
 
     def labels(self, theta: Tensor, ids: Tensor, sizes: Sequence[int], data: FederatedData) -> Tensor:
-        """Return the labels that lanes' models give to their samples `ids` [lanes, most], of which `sizes` are real.
+        """Return the labels that each lane's model predicts for samples `ids` [lanes, most], of which `sizes` are real.
 
-        Lanes with most samples come first.
+        Lanes are sorted by their number of samples, largest first.
         """
         shapes = Shapes(self._shapes.side, self._shapes.channels, self._shapes.classes, _TEST_BATCH)
         lanes, most = ids.shape
@@ -138,17 +138,17 @@ class Fused:
         cached = self._cache.get(key)
         if cached is None or cached.buffers.lanes < lanes or cached.buffers.steps < steps:
             old = (cached.buffers.lanes, cached.buffers.steps) if cached else (0, 0)
-            # Twice as many steps as now: rounds differ, and a graph is worth keeping.
+            # Twice the steps of this phase: rounds differ in length, and larger buffers would need new graphs.
             capacity = max(graph_lanes(lanes), old[0]), max(2 * steps, old[1])
             cached = None
-            self._cache.pop(key, None)  # the old ones go before new ones come
+            self._cache.pop(key, None)  # free the old buffers before allocating
             buffers = Buffers(config, *capacity, self._splits(config), self._device)
             cached = self._cache[key] = _CachedSteps(config, Samples(data.x, data.y), buffers)
             self._compile(cached)
         return cached
 
     def _splits(self, config: StepConfig) -> tuple[int, int]:
-        """Return for how many partial sums there must be room."""
+        """Return the largest numbers of partial sums of any tile shapes."""
         splits = [splits_of(config.shapes, tiles) for tiles in self._tiles]
         return max(first for first, _ in splits), max(second for _, second in splits)
 
@@ -157,14 +157,14 @@ class Fused:
         return launches(cached.config, cached.buffers, tiles, lanes, lanes > EXACT, cached.samples)
 
     def _compile(self, cached: _CachedSteps) -> None:
-        """Launch once what buffers of this size may need, many at a time: what is not in Triton's cache is compiled."""
+        """Launch each kernel variant that these buffers may need once, in parallel, so that Triton compiles it."""
         if self._device.type != "cuda":
             return
-        thresholds = sorted({0, EXACT, *(tiles.lanes for tiles in self._tiles)})  # one less than some form's fewest
+        thresholds = sorted({0, EXACT, *(tiles.lanes for tiles in self._tiles)})  # variants begin at one lane more
         entries = [self._launches(cached, lanes + 1) for lanes in thresholds if lanes < cached.buffers.lanes]
         stream = torch.cuda.current_stream(self._device)
 
-        def launch(name: str) -> None:  # all of a kernel's forms in one thread: Triton's caches are a kernel's own
+        def launch(name: str) -> None:  # one thread per kernel: its variants share a cache
             with torch.cuda.device(self._device), torch.cuda.stream(stream):
                 for entry in entries:
                     entry[name]()
@@ -173,7 +173,7 @@ class Fused:
             list(pool.map(launch, entries[0]))
 
     def _graph(self, cached: _CachedSteps, lanes: int, repeat: int) -> Callable[[], None]:
-        """Return what takes so many steps: a captured graph, and the launches themselves where they are interpreted."""
+        """Return a function that takes `repeat` steps: a captured graph, or plain launches in Triton's interpreter."""
         if (lanes, repeat) not in cached.graphs:
             steps = list(self._launches(cached, lanes).values())
 
@@ -216,7 +216,7 @@ class Fused:
         for values, target in zip(scaling.unbind(dim=1), (buf.shift, buf.scale), strict=True):
             target[:lanes] = values
             target[lanes:].zero_()
-        # The lane after them too: windows at an image's end read on into the next one, with weight 0.
+        # One lane more: windows at the end of the last image read pixels of the next lane, with weight 0.
         refresh(cached.config, buf, min(graph_lanes(lanes) + 1, buf.lanes), cached.samples)
 
     def _scale(self, data: FederatedData) -> Tensor:
@@ -226,13 +226,13 @@ class Fused:
             channels = data.mean.numel()
             both[0, :channels] = data.unit * data.mean.flatten()
             both[1, :channels] = 1 / (data.unit * data.std.flatten())
-            if both.is_cuda:  # once: whoever reads it next may do so on another stream
+            if both.is_cuda:  # once: the next reader may be on another stream
                 torch.cuda.current_stream().synchronize()
             self._scales[id(data)] = data, both
         return self._scales[id(data)][1]
 
     def _arrange(self, source: Tensor, target: Tensor, index: Tensor) -> None:
-        """Copy vectors of as many lanes as there are on both sides from one order to the other."""
+        """Copy vectors from one order of entries to the other, for as many lanes as both tensors have."""
         lanes, size = min(len(source), len(target)), len(index)
         source = source.contiguous()
         if source.dtype == torch.bool:
@@ -241,7 +241,7 @@ class Fused:
 
 
 def _term_bits(rule: Rule) -> int:
-    """Return which terms a rule has."""
+    """Return the terms of a rule as bits."""
     terms: tuple[tuple[Tensor | None, Any], ...] = (
         (rule.momentum, MOMENTUM),
         (rule.decay, DECAY),

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-# Which terms a step has, as bits of RULE.
+# The terms of an update, as bits of RULE.
 MOMENTUM = tl.constexpr(1)
 DECAY = tl.constexpr(2)
 PULL = tl.constexpr(4)
@@ -13,8 +13,8 @@ MASK = tl.constexpr(16)
 
 @triton.jit
 def moved(gradient, at, theta, velocity, anchor, drift, moving, numbers, RULE: tl.constexpr):
-    """Return where entries `at` go: v <- momentum v + (gradient + mu (theta - anchor) + drift + decay theta), then
-    theta - lr v where it may move. `numbers` is the lane's (lr, momentum, decay, mu)."""
+    """Return the new values of entries `at`: v <- momentum v + (gradient + mu (theta - anchor) + drift + decay theta),
+    then theta - lr v where `moving` is set. `numbers` is the lane's (lr, momentum, decay, mu)."""
     value = tl.load(theta + at)
     if PULL & RULE:
         gradient += tl.load(numbers + 3) * (value - tl.load(anchor + at))

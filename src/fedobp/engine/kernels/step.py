@@ -1,4 +1,4 @@
-"""One step of many lanes: the buffers that it works on, and its launches in their order."""
+"""One step of many lanes: its buffers, and its kernel launches in order."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,36 +16,36 @@ from fedobp.engine.kernels.tiles import Tiles
 
 KernelPrecision = Literal["bf16", "tf32", "fp32"]
 Launches = dict[str, Callable[[], object]]
-TAIL = 64  # entries
+TAIL = 64  # zeros after the last image: kernels read 8 pixels where they use 6
 
 
 def operand_dtype(precision: KernelPrecision) -> torch.dtype:
-    """Return the type of what products read; sums and weights are float32."""
+    """Return the dtype of the operands of matrix products; sums and weights are float32."""
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
 def dot_precision(precision: KernelPrecision) -> str:
-    """Return how products of float32 numbers are taken."""
+    """Return Triton's `input_precision` for products of float32 tensors."""
     return "ieee" if precision == "fp32" else "tf32"
 
 
 @dataclass(frozen=True)
 class StepConfig:
-    """What a step does. Steps of one kind share buffers and graphs."""
+    """What a step computes. Steps with equal configurations share buffers and graphs."""
 
     shapes: Shapes
     precision: KernelPrecision
-    part: Part | None  # what learns; None: nothing does, labels are asked for
-    rule: int = 0  # which terms the rule has, as bits
+    part: Part | None  # the trained part; None: evaluation, which predicts labels
+    rule: int = 0  # the terms of the SGD update, as bits
 
     @property
     def base(self) -> bool:
-        """Whether the base learns."""
+        """Whether the base is trained."""
         return self.part in ("all", "base")
 
 
 class Buffers:
-    """All that steps of up to `lanes` lanes read and write, for up to `steps` steps. `splits`: partial sums."""
+    """All tensors of steps of up to `lanes` lanes, for up to `steps` steps. `splits`: numbers of partial sums."""
 
     def __init__(
         self, config: StepConfig, lanes: int, steps: int, splits: tuple[int, int], device: torch.device
@@ -58,15 +58,15 @@ class Buffers:
             return torch.zeros(lanes, *shape, dtype=dtype, device=device)
 
         def optional(bit: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return zeros(size, dtype=dtype) if config.rule & bit else self.theta  # never read where it is not used
+            return zeros(size, dtype=dtype) if config.rule & bit else self.theta  # never read if the term is absent
 
-        # State, in the kernels' order.
+        # State, in the kernels' order of parameters.
         self.theta, self.numbers, self.loss = zeros(size), zeros(4), zeros()
         self.velocity, self.anchor, self.drift = optional(MOMENTUM.value), optional(PULL.value), optional(DRIFT.value)
         self.moving = optional(MASK.value, byte)
-        # Copies of weights as products read them.
+        # Copies of weights in the dtype and layout of the products.
         self.spread, self.taps, self.flipped = (zeros(n, dtype=low) for n in (SPREAD1.value, TAPS2.value, TAPS2.value))
-        # On the way forward, and back. Around `d2` lies a frame of zeros that nobody writes.
+        # Activations and gradients. `d2` has a border of zeros that is never written.
         map1, map2, learns, base = batch * side1**2 * 32, batch * side2**2 * 64, config.part is not None, config.base
         self.pooled1, self.arg1 = zeros(map1, dtype=low), zeros(map1 * base, dtype=byte)
         self.pooled2, self.arg2 = zeros(map2, dtype=low), zeros(map2 * base, dtype=byte)
@@ -76,10 +76,9 @@ class Buffers:
         self.d2 = zeros(batch * shapes.frame**2 * 64 * base, dtype=low)
         self.sums1, self.sums2 = zeros(splits[0] * SUMS1.value * base), zeros(splits[1] * TAPS2.value * base)
         self.bias2 = zeros(shapes.features * base)
-        # The order of samples, how inputs are scaled ((x - shift) * scale), and the batch in work.
+        # The order of samples, the scaling of inputs ((x - shift) * scale), and the current batch.
         self.order, self.counts = zeros(steps, batch, dtype=whole), zeros(steps, dtype=whole)
         self.scale, self.shift = zeros(4), zeros(4)
-        # Six pixels are read as eight: after the last image, too, there are some, and they are zero.
         self.x = torch.zeros(lanes * batch * shapes.side**2 * 4 + TAIL, dtype=low, device=device)
         self.labels = zeros(batch, dtype=whole)
         self.step, self.count, self.awake = (zeros(dtype=whole) for _ in range(3))
@@ -87,9 +86,9 @@ class Buffers:
 
 
 def splits_of(shapes: Shapes, tiles: Tiles) -> tuple[int, int]:
-    """Return the numbers of partial sums, each of two tiles at least where there are two.
+    """Return the numbers of partial sums, such that each sums at least two tiles where there are two.
 
-    A loop of one tile is not pipelined, and Triton 3.6 then makes `conv1_weights` read beyond its shared memory.
+    A loop over one tile is not pipelined, and Triton 3.6 then makes `conv1_weights` read beyond its shared memory.
     """
     rows = shapes.batch * shapes.pooled1**2, shapes.batch * (2 * shapes.pooled2) ** 2
     sizes = tiles.weights_backward[:2]
@@ -98,14 +97,14 @@ def splits_of(shapes: Shapes, tiles: Tiles) -> tuple[int, int]:
 
 
 class Samples(NamedTuple):
-    """Where samples lie, as stored: [n, channels, side, side], and their labels."""
+    """All samples as stored, [n, channels, side, side], and their labels."""
 
     x: Tensor
     y: Tensor
 
 
 def convolutions(config: StepConfig, buf: Any, tiles: Tiles, lanes: int, padded: bool) -> Launches:
-    """Return the launches of both convolutions' two ways by name; `at` holds what they read and write."""
+    """Return the launches of both convolutions, forward and backward, by name; `buf` holds their tensors."""
     shapes, base = config.shapes, config.base
     batch, side, pooled1, pooled2 = shapes.batch, shapes.side, shapes.pooled1, shapes.pooled2
     splits1, splits2 = splits_of(shapes, tiles)
@@ -143,7 +142,7 @@ def convolutions(config: StepConfig, buf: Any, tiles: Tiles, lanes: int, padded:
 
 
 def launches(config: StepConfig, buf: Buffers, tiles: Tiles, lanes: int, padded: bool, samples: Samples) -> Launches:
-    """Return a step's launches by name. With `padded`, lanes without samples are left as they are."""
+    """Return a step's launches by name. With `padded`, lanes without samples do not change."""
     shapes, learns, batch, pooled2 = config.shapes, config.part is not None, config.shapes.batch, config.shapes.pooled2
     features, outputs, classes, size = shapes.features, shapes.outputs, shapes.classes, shapes.size
     parts, product = HIDDEN.value // tiles.dense.size, dot_precision(config.precision)
@@ -187,7 +186,7 @@ def launches(config: StepConfig, buf: Buffers, tiles: Tiles, lanes: int, padded:
 
 
 def refresh(config: StepConfig, buf: Buffers, lanes: int, samples: Samples) -> None:
-    """Make the copies of the weights, and lay out every lane's first batch."""
+    """Copy the weights for the products, and load every lane's first batch."""
     _update(config, buf, lanes, (0, 0), True, False, samples)
 
 
