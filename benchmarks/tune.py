@@ -20,7 +20,7 @@ from statistics import median
 import torch
 
 from fedobp.engine.kernels.shapes import Shapes
-from fedobp.engine.kernels.step import Buffers, Kind, Launches, Samples, launches, refresh
+from fedobp.engine.kernels.step import Buffers, Launches, Samples, StepConfig, launches, refresh
 from fedobp.engine.kernels.tiles import EXACT, Tile, Tiles, tiles_for
 
 STEPS = 512
@@ -60,30 +60,30 @@ class Bench:
     """A stack of lanes on random images."""
 
     def __init__(self, shapes: Shapes, precision: str, lanes: int) -> None:
-        self.kind = Kind(shapes, precision, "all")  # type: ignore[arg-type]
+        self.config = StepConfig(shapes, precision, "all")  # type: ignore[arg-type]
         self.lanes, device = lanes, torch.device("cuda")
         first, second = zip(*SPLITS[True], *SPLITS[False], *(entry.splits for entry in table(precision)), strict=True)
-        self.at = Buffers(self.kind, lanes, STEPS, (max(first), max(second)), device)
+        self.buf = Buffers(self.config, lanes, STEPS, (max(first), max(second)), device)
         draw = torch.Generator(device).manual_seed(0)
         image = (SAMPLES, shapes.channels, shapes.side, shapes.side)
         images = torch.randint(0, 256, image, generator=draw, device=device, dtype=torch.uint8)
         self.samples = Samples(images, torch.randint(0, shapes.classes, (SAMPLES,), generator=draw, device=device))
-        self.at.scale.fill_(1 / 64)
-        self.at.shift.fill_(128)
-        self.at.order.random_(0, SAMPLES, generator=draw)
-        self.at.counts.fill_(shapes.batch)
-        self.at.theta.normal_(0, 0.02, generator=draw)
-        self.at.numbers[:, 0] = 0.001
+        self.buf.scale.fill_(1 / 64)
+        self.buf.shift.fill_(128)
+        self.buf.order.random_(0, SAMPLES, generator=draw)
+        self.buf.counts.fill_(shapes.batch)
+        self.buf.theta.normal_(0, 0.02, generator=draw)
+        self.buf.numbers[:, 0] = 0.001
         self.reset()
 
     def reset(self) -> None:
         """Start at the first batch."""
-        self.at.step.zero_()
-        refresh(self.kind, self.at, self.lanes, self.samples)
+        self.buf.step.zero_()
+        refresh(self.config, self.buf, self.lanes, self.samples)
 
     def launches(self, tiles: Tiles) -> Launches:
         """Return a step's launches."""
-        return launches(self.kind, self.at, tiles, self.lanes, self.lanes > EXACT, self.samples)
+        return launches(self.config, self.buf, tiles, self.lanes, self.lanes > EXACT, self.samples)
 
 
 def timed(job: Callable[[], object], reset: Callable[[], None], times: int = 20, loops: int = 5) -> float:
@@ -115,7 +115,7 @@ def compiles(shapes: Shapes, precision: str, lanes: int, kernel: str, tiles: Til
     """Compile one kernel, so that it lies in Triton's cache, and say whether it runs."""
     bench = _small(shapes, precision)
     try:
-        launches(bench.kind, bench.at, tiles, 1, lanes > EXACT, bench.samples)[kernel]()
+        launches(bench.config, bench.buf, tiles, 1, lanes > EXACT, bench.samples)[kernel]()
         torch.cuda.synchronize()
     except Exception:  # no room on the card, or nothing that the compiler can do with it
         return False
@@ -134,13 +134,13 @@ def entry_for(precision: str, lanes: int) -> Tiles:
     return next(entry for entry in table(precision) if lanes <= entry.lanes)
 
 
-def best_of(bench: Bench, kernel: str, tiles: Tiles, able: set[Tiles], show: int) -> Tiles:
+def best_of(bench: Bench, kernel: str, tiles: Tiles, compiled: set[Tiles], show: int) -> Tiles:
     """Return the table entry with the best shape for one kernel."""
-    start = entry_for(bench.kind.precision, bench.lanes)
+    start = entry_for(bench.config.precision, bench.lanes)
     changes = [
         change
-        for change in candidates(kernel, bench.lanes <= EXACT, bench.kind.precision)
-        if changed(start, change) in able
+        for change in candidates(kernel, bench.lanes <= EXACT, bench.config.precision)
+        if changed(start, change) in compiled
     ]
     # A kernel that splits its sums finer leaves more for `update` to do.
     extra = ["update"] if kernel == "weights_backward" else []
@@ -184,8 +184,8 @@ def main() -> None:
         bench, tiles = Bench(shapes, given.precision, lanes), entry_for(given.precision, lanes)
         print(f"{given.precision}, {lanes} lanes", flush=True)
         for kernel in kernels:
-            able = {job[4] for job, ok in zip(jobs, fine, strict=True) if ok and job[2:4] == (lanes, kernel)}
-            tiles = best_of(bench, kernel, tiles, able, given.show)
+            compiled = {job[4] for job, ok in zip(jobs, fine, strict=True) if ok and job[2:4] == (lanes, kernel)}
+            tiles = best_of(bench, kernel, tiles, compiled, given.show)
         steps = bench.launches(tiles)
 
         def step(steps: Launches = steps) -> None:

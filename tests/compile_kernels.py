@@ -21,22 +21,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from fedobp.engine.kernels.convolutions import Convolutions, Setting, _Gradients
-from fedobp.engine.kernels.rule import arrange
+from fedobp.engine.kernels.convolutions import ConvConfig, Convolutions, _Gradients
+from fedobp.engine.kernels.param_layout import arrange
 from fedobp.engine.kernels.shapes import Shapes
-from fedobp.engine.kernels.step import Buffers, Kind, Samples, launches, refresh, splits_of
+from fedobp.engine.kernels.step import Buffers, Samples, StepConfig, launches, refresh, splits_of
 from fedobp.engine.kernels.tiles import EXACT, tiles_for
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int8: "*i8", torch.uint8: "*u8", torch.int32: "*i32",
          torch.int64: "*i64"}  # fmt: skip
 SHARED = 227 * 1024
 USAGE = [Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump", "--dump-resource-usage"]
-PAPERS = False  # whether it is the paper's own setting
-done: set[object] = set()
-wrong: list[str] = []
+PAPER_SETTING = False  # whether it is the paper's own setting
+compiled_keys: set[object] = set()
+problems: list[str] = []
 
 
-def overwritten(text):
+def overwritten_buffers(text):
     """Return the buffers that asynchronous copies in a loop write while they are still read.
 
     A buffer has a few slots, of which copies before the loop fill some; a copy in the loop fills the slot after these,
@@ -81,101 +81,101 @@ def summed_too(a, b, out, TILES: tl.constexpr):
     tl.store(out + r[:, None] * 64 + n[None, :], z + total[None, :])
 
 
-def compiled(self, *args, grid, warmup, **options):
+def compile_instead(self, *args, grid, warmup, **options):
     """Compile what would have been launched, and return its TTGIR; stands in for JITFunction.run."""
     signature, constants, hints = {}, {}, {}
-    for at, (parameter, value) in enumerate(zip(self.params, args, strict=True)):
+    for index, (parameter, value) in enumerate(zip(self.params, args, strict=True)):
         if parameter.is_constexpr:
-            signature[parameter.name], constants[at,] = "constexpr", value
+            signature[parameter.name], constants[index,] = "constexpr", value
         elif isinstance(value, torch.Tensor):
-            signature[parameter.name], hints[at,] = TYPES[value.dtype], [["tt.divisibility", 16]]
+            signature[parameter.name], hints[index,] = TYPES[value.dtype], [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "i32"
     key = (self.__name__, tuple(signature.items()), tuple(constants.items()), tuple(options.items()))
-    if key in done:
+    if key in compiled_keys:
         return None
-    done.add(key)
+    compiled_keys.add(key)
     about = f"{self.__name__} {options} {list(constants.values())}"
     kernel = triton.compile(
         ASTSource(self, signature, constants, hints), target=GPUTarget("cuda", 90, 32), options=options
     )
     if kernel.metadata.shared > SHARED:
-        wrong.append(f"{about} needs {kernel.metadata.shared} bytes of shared memory")
+        problems.append(f"{about} needs {kernel.metadata.shared} bytes of shared memory")
     # Triton 3.6 makes this kernel read beyond its shared memory where operands do not come by asynchronous copies.
     text = kernel.asm["ttgir"]
     for place in re.findall(r"^(#\w+) = #ttg.nvmma_shared", text, re.MULTILINE):
         if self.__name__ == "weights_backward" and re.search(rf"local_alloc %\S+ : .*{place}, #smem", text):
-            wrong.append(f"{about} is not pipelined")
-    if lost := overwritten(text):
-        wrong.append(f"{about} copies over {', '.join(sorted(lost))} while it is read")
+            problems.append(f"{about} is not pipelined")
+    if buffers := overwritten_buffers(text):
+        problems.append(f"{about} copies over {', '.join(sorted(buffers))} while it is read")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        said = subprocess.run([*USAGE, file.name], capture_output=True, text=True, check=True).stdout
-    spilled = int(re.search(r"STACK:(\d+)", said)[1])  # nothing else is on these kernels' stacks
-    if spilled and PAPERS:
-        wrong.append(f"{about} spills {spilled} bytes")
+        usage = subprocess.run([*USAGE, file.name], capture_output=True, text=True, check=True).stdout
+    spilled = int(re.search(r"STACK:(\d+)", usage)[1])  # nothing else is on these kernels' stacks
+    if spilled and PAPER_SETTING:
+        problems.append(f"{about} spills {spilled} bytes")
     return text
 
 
-def own_losses(shapes, precision, lanes):
+def compile_custom_losses(shapes, precision, lanes):
     """Compile what gradients of losses of a method's own launch, of batches and of single samples."""
-    setting = Setting(shapes.side, shapes.channels, precision, tiles_for((9, 0), precision))
+    config = ConvConfig(shapes.side, shapes.channels, precision, tiles_for((9, 0), precision))
     sizes = ((32, shapes.channels, 5, 5), (32,), (64, 32, 5, 5), (64,))
     weights = [torch.zeros(lanes, *size) for size in sizes]
     for batch in (shapes.batch, 1):
         x = torch.zeros(lanes, batch, shapes.channels, shapes.side, shapes.side)
-        out, *kept = Convolutions.apply(setting, x, *weights)
-        _Gradients.apply(setting, out, *kept)
+        out, *saved = Convolutions.apply(config, x, *weights)
+        _Gradients.apply(config, out, *saved)
 
 
-def each(kind, tiles, lanes):
+def compile_step(config, tiles, lanes):
     """Compile a step's kernels."""
-    at = Buffers(kind, 1, 1, splits_of(kind.shapes, tiles), torch.device("cpu"))
+    buf = Buffers(config, 1, 1, splits_of(config.shapes, tiles), torch.device("cpu"))
     samples = Samples(torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
-    for launch in launches(kind, at, tiles, lanes, lanes > EXACT, samples).values():
+    for launch in launches(config, buf, tiles, lanes, lanes > EXACT, samples).values():
         launch()
-    refresh(kind, at, lanes, samples)
+    refresh(config, buf, lanes, samples)
 
 
 def main():
     """Compile this half."""
     assert not triton.knobs.runtime.interpret, "unset TRITON_INTERPRET"
-    JITFunction.run = compiled
-    global PAPERS
+    JITFunction.run = compile_instead
+    global PAPER_SETTING
     cifar, mnist = Shapes(32, 3, 10, 32), Shapes(28, 1, 10, 32)
     jobs, table = [], tiles_for((9, 0), "bf16")
     for tiles in table:
-        jobs.append((Kind(cifar, "bf16", "all"), tiles, min(tiles.lanes, 160)))
-        jobs.append((Kind(mnist, "bf16", "all", 31), tiles, min(tiles.lanes, 160)))
-    jobs.append((Kind(Shapes(32, 3, 100, 64), "bf16", None), table[-1], 160))
-    jobs.append((Kind(Shapes(28, 1, 62, 16), "bf16", "base", 5), table[0], 1))
-    jobs.append((Kind(Shapes(32, 3, 128, 64), "bf16", "head", 16), table[-1], 160))
+        jobs.append((StepConfig(cifar, "bf16", "all"), tiles, min(tiles.lanes, 160)))
+        jobs.append((StepConfig(mnist, "bf16", "all", 31), tiles, min(tiles.lanes, 160)))
+    jobs.append((StepConfig(Shapes(32, 3, 100, 64), "bf16", None), table[-1], 160))
+    jobs.append((StepConfig(Shapes(28, 1, 62, 16), "bf16", "base", 5), table[0], 1))
+    jobs.append((StepConfig(Shapes(32, 3, 128, 64), "bf16", "head", 16), table[-1], 160))
     for precision in ("tf32", "fp32"):
         table = tiles_for((9, 0), precision)
-        jobs += [(Kind(cifar, precision, "all"), tiles, min(tiles.lanes, 160)) for tiles in table]
-        jobs.append((Kind(mnist, precision, "all", 31), table[0], 1))
-        jobs.append((Kind(Shapes(28, 1, 62, 64), precision, None), table[-1], 160))
+        jobs += [(StepConfig(cifar, precision, "all"), tiles, min(tiles.lanes, 160)) for tiles in table]
+        jobs.append((StepConfig(mnist, precision, "all", 31), table[0], 1))
+        jobs.append((StepConfig(Shapes(28, 1, 62, 64), precision, None), table[-1], 160))
     half = slice(int(sys.argv[1]), None, 2) if len(sys.argv) > 1 else slice(None)
     for job in jobs[half]:
-        PAPERS = job[0] in (Kind(cifar, "bf16", "all"), Kind(cifar, "fp32", "all"))
-        each(*job)
-    own = [(cifar, "bf16", 1), (cifar, "bf16", 20), (mnist, "bf16", 10), (cifar, "tf32", 20), (mnist, "fp32", 10)]
-    for job in own[half]:
-        PAPERS = job[:2] == (cifar, "bf16")
-        own_losses(*job)
+        PAPER_SETTING = job[0] in (StepConfig(cifar, "bf16", "all"), StepConfig(cifar, "fp32", "all"))
+        compile_step(*job)
+    custom = [(cifar, "bf16", 1), (cifar, "bf16", 20), (mnist, "bf16", 10), (cifar, "tf32", 20), (mnist, "fp32", 10)]
+    for job in custom[half]:
+        PAPER_SETTING = job[:2] == (cifar, "bf16")
+        compile_custom_losses(*job)
     vector, index = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
     arrange[1, 1](vector, vector, index, 878538, 881696, 1024)
     arrange[1, 1](vector.to(torch.uint8), vector.to(torch.int8), index, 878538, 881696, 1024)
-    if wrong:
-        sys.exit("\n".join(wrong))
+    if problems:
+        sys.exit("\n".join(problems))
     tile = torch.zeros(1, dtype=torch.bfloat16)
     text = summed_too[1,](tile, tile, torch.zeros(1), 8, num_warps=4, num_stages=3)
-    assert "copies over %tile" in "".join(wrong), "no longer found, or no longer a mistake of Triton's"
+    assert "copies over %tile" in "".join(problems), "no longer found, or no longer a mistake of Triton's"
     [load] = re.findall(r".*local_load .*\n", text)
     waiting = text.replace("isAsync = true", "")
-    assert not overwritten(waiting)
-    assert overwritten(waiting.replace(load, "").replace("      scf.yield", f"{load}      scf.yield"))
+    assert not overwritten_buffers(waiting)
+    assert overwritten_buffers(waiting.replace(load, "").replace("      scf.yield", f"{load}      scf.yield"))
 
 
 if __name__ == "__main__":

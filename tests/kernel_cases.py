@@ -10,7 +10,7 @@ from torch.nn import functional
 from fedobp.data import Dataset, FederatedData, Shard
 from fedobp.engine.fit import Rule
 from fedobp.engine.kernels.fused import Fused
-from fedobp.engine.kernels.step import AFTER
+from fedobp.engine.kernels.step import TAIL
 from fedobp.models import Model
 
 SAMPLES = 60
@@ -193,8 +193,8 @@ class Problem:
         return torch.stack(found)
 
 
-def spoil(buffers):
+def fill_with_nan(buffers):
     """Fill what steps work on with NaN, but for the zeros that nobody ever writes: d2's frame, and what follows x."""
     for name, buffer in vars(buffers).items():
         if isinstance(buffer, torch.Tensor) and buffer.is_floating_point() and name != "d2":
-            (buffer[:-AFTER] if name == "x" else buffer).fill_(float("nan"))
+            (buffer[:-TAIL] if name == "x" else buffer).fill_(float("nan"))

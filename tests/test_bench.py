@@ -14,7 +14,7 @@ from fedobp.bench import Bench, Speed, Trial, bench, noise, peak, stand_in, step
 from fedobp.course import cohorts
 from fedobp.data import FederatedData, partition
 from fedobp.engine import Budget
-from fedobp.engine.schedule import batches
+from fedobp.engine.batch_order import batches
 from fedobp.federation import engine_for
 from fedobp.keys import fold
 from fedobp.report.tables import bench_table

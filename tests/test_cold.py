@@ -13,7 +13,7 @@ from fedobp import Config, Federation, FedobpError, evaluation, sweep
 from fedobp.algorithms import METHODS
 from fedobp.data import Shard, data_dir, load, partition
 from fedobp.engine import Lanes, Serial
-from fedobp.engine.schedule import batches
+from fedobp.engine.batch_order import batches
 from fedobp.evaluation import accuracy
 from fedobp.keys import Purpose, fold
 from fedobp.report.tables import compare_table, run_table, summarise

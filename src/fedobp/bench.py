@@ -19,9 +19,9 @@ from torch import Tensor
 from fedobp.config import Config
 from fedobp.data import KNOWN, Dataset, FederatedData, data_dir, describe, load
 from fedobp.engine import Budget, ClientJob, ClientPool, Counters, Engine, Store, dtype_of
+from fedobp.engine.batch_order import batches_of
 from fedobp.engine.cost import cost
 from fedobp.engine.precision import deterministic
-from fedobp.engine.schedule import batches_of
 from fedobp.engine.stack import Grouped, stacked
 from fedobp.errors import FedobpError
 from fedobp.evaluation import Evaluator

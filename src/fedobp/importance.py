@@ -1,10 +1,10 @@
-"""Which entries of a client's model are its own: scores, normalisation, threshold.
+"""Which entries of a client's model are personal: scores, normalisation, threshold.
 
-Pure functions on flat vectors. Every vector may carry leading axes (`[..., N]`, usually `[clients, N]`); each row is
-treated by itself. Equation numbers are the FedOBP paper's.
+Pure functions on flat vectors. Every vector may have leading axes (`[..., N]`, usually `[clients, N]`); each vector is
+processed independently. Equation numbers are the FedOBP paper's.
 
-Degenerate cases are defined, not left to 0/0: normalising scores that are all equal gives zeros, and entries that tie
-at the threshold are shared, so a client whose model equals the global one keeps nothing to itself.
+Degenerate cases are defined: normalising scores that are all equal gives zeros (not 0/0), and entries that tie at the
+threshold are shared, so a client whose model equals the global one has no personal entries.
 """
 
 import math
@@ -22,23 +22,23 @@ from fedobp.models import Model
 Tensors = dict[str, Tensor]
 
 
-def squared(own: Tensor, shared: Tensor) -> Tensor:
-    """Eq. 19: (theta_i - theta_g)^2, the first-order Taylor term with the gradient read off the aggregation."""
-    return (own - shared).square()
+def squared(theta_i: Tensor, theta_g: Tensor) -> Tensor:
+    """Eq. 19: (theta_i - theta_g)^2, the first-order Taylor term with theta_i - theta_g for the gradient."""
+    return (theta_i - theta_g).square()
 
 
-def product(own: Tensor, shared: Tensor) -> Tensor:
-    """|(theta_i - theta_g) * theta_i|, the score in the code that the paper links to."""
-    return ((own - shared) * own).abs()
+def product(theta_i: Tensor, theta_g: Tensor) -> Tensor:
+    """|(theta_i - theta_g) * theta_i|, the score in the paper's published code."""
+    return ((theta_i - theta_g) * theta_i).abs()
 
 
-_BLOCK = 512  # entries; a device's small top-k is fastest on some thousands
+_BLOCK = 512  # entries; on a device, a small top-k is fastest on a few thousand entries
 
 SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"squared": squared, "product": product}
 
 
 class Samples(Protocol):
-    """A batch, of which some may be padding."""
+    """A batch that may contain padding."""
 
     @property
     def x(self) -> Tensor:
@@ -56,53 +56,53 @@ class Samples(Protocol):
 def squared_gradients(model: Model, theta: Tensor, batch: Samples) -> Tensor:
     """Eq. 6 before its mean: the sum over real samples of the squared gradient of log p(y | x), entry by entry.
 
-    Gradients are those of the tensors: through views of one vector, each of them would be as long as the vector. Linear
-    layers have most entries, and need none: their squares are (outputs' gradients)^2 times (inputs)^2.
+    Gradients are taken with respect to the tensors: through views of the vector, each would be as long as the vector.
+    Linear layers have most entries, and need no weight gradients: their squares are (output gradients)^2 * (inputs)^2.
     """
     tensors = model.layout.views(theta)
-    rest = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in model.linear}
-    pushes = {name: torch.zeros_like(tensors[f"{name}.weight"][:, 0]) for name in model.linear}
+    others = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in model.linear}
+    offsets = {name: torch.zeros_like(tensors[f"{name}.weight"][:, 0]) for name in model.linear}
 
-    def loss(rest: Tensors, pushes: Tensors, x: Tensor, y: Tensor) -> tuple[Tensor, Tensors]:
-        logits, fed = model.probed({**tensors, **rest}, pushes, x[None])
-        return functional.cross_entropy(logits, y[None]), {name: inputs[0] for name, inputs in fed.items()}
+    def loss(others: Tensors, offsets: Tensors, x: Tensor, y: Tensor) -> tuple[Tensor, Tensors]:
+        logits, layer_inputs = model.probed({**tensors, **others}, offsets, x[None])
+        return functional.cross_entropy(logits, y[None]), {name: inputs[0] for name, inputs in layer_inputs.items()}
 
-    each_of = vmap(grad(loss, argnums=(0, 1), has_aux=True), in_dims=(None, None, 0, 0))
-    (each, pushed), fed = each_of(rest, pushes, batch.x, batch.y)
+    per_sample = vmap(grad(loss, argnums=(0, 1), has_aux=True), in_dims=(None, None, 0, 0))
+    (grads, output_grads), layer_inputs = per_sample(others, offsets, batch.x, batch.y)
 
     def total(gradients: Tensor) -> Tensor:
         weight = batch.weight.view(-1, *[1] * (gradients.ndim - 1))
         return (gradients.square() * weight).sum(dim=0)
 
-    squares = {name: total(one) for name, one in each.items()}
+    squares = {name: total(one) for name, one in grads.items()}
     for name in model.linear:
-        squares[f"{name}.bias"] = total(pushed[name])
-        # Sample by sample, and no matrix product: that one breaks ties, on which thresholds depend.
+        squares[f"{name}.bias"] = total(output_grads[name])
+        # Sample by sample: the rounding of a matrix product would break ties, on which thresholds depend.
         weight = torch.zeros_like(tensors[f"{name}.weight"])
-        pairs = pushed[name].square() * batch.weight[:, None], fed[name].to(weight.dtype).square()
+        pairs = output_grads[name].square() * batch.weight[:, None], layer_inputs[name].to(weight.dtype).square()
         for outputs, inputs in zip(*(values.unbind() for values in pairs), strict=True):
             weight = torch.addcmul(weight, outputs[:, None], inputs[None])
         squares[f"{name}.weight"] = weight
     return model.layout.flatten({name: squares[name] for name in model.layout.names})
 
 
-def smooth(score: Tensor, before: Tensor, known: Tensor, ema: float) -> Tensor:
-    """Average a score over a client's visits: (1 - ema) * score + ema * before; its first value is the score itself.
+def smooth(score: Tensor, previous: Tensor, has_previous: Tensor, ema: float) -> Tensor:
+    """Average a score over a client's rounds: (1 - ema) * score + ema * previous; the first value is the score itself.
 
-    `known` (bool, without the last axis) says which clients have a value from before.
+    `has_previous` (bool, without the last axis) marks the clients that have a previous value.
     """
-    return torch.where(known[..., None], (1 - ema) * score + ema * before, score)
+    return torch.where(has_previous[..., None], (1 - ema) * score + ema * previous, score)
 
 
 def scale_global(score: Tensor) -> Tensor:
-    """GlobalNorm: min-max over all entries; equal scores become 0. Monotone, so only ties can change the mask."""
+    """GlobalNorm: min-max over all entries; equal scores become 0. Monotone, so it changes the mask only by ties."""
     low, high = score.aminmax(dim=-1, keepdim=True)
     spread = high - low
     return torch.where(spread > 0, (score - low) / spread, 0.0)
 
 
 def scale_layers(score: Tensor, sizes: Sequence[int]) -> Tensor:
-    """LayerNorm: min-max within each tensor (weight and bias apart); a constant tensor becomes 0."""
+    """LayerNorm: min-max within each tensor (weight and bias separately); a constant tensor becomes 0."""
     return torch.cat([scale_global(piece) for piece in score.split(list(sizes), dim=-1)], dim=-1)
 
 
@@ -116,10 +116,11 @@ def count_above(n: int, q: float) -> int:
 
 
 def candidates(score: Tensor, count: int) -> Tensor:
-    """Return entries of each row among which are its `count` largest: all of them, or far fewer where that is easy.
+    """Return a subset of each vector that contains its `count` largest entries: all entries, or far fewer.
 
-    A row is cut into blocks. If an entry's block is not among the `count` with the largest maxima, then as many blocks
-    have one that is at least as large as that entry, so leaving it out changes no value among the `count` largest.
+    A vector is split into blocks. If an entry's block is not among the `count` blocks with the largest maxima, then
+    `count` other blocks have an entry that is at least as large, so dropping it changes no value among the `count`
+    largest.
     """
     blocks = score.shape[-1] // _BLOCK
     if 4 * count > blocks:
@@ -132,11 +133,11 @@ def candidates(score: Tensor, count: int) -> Tensor:
 
 
 def above(score: Tensor, q: float) -> Tensor:
-    """Eq. 7: the personal set, entries strictly above the q-quantile of their row (bool, of score's shape).
+    """Eq. 7: the mask of personal entries, those strictly above the q-quantile of their vector (bool, score's shape).
 
-    The interpolated quantile lies in [a, b) between two neighbours a <= b in the sorted row, and no score lies between
-    them: "above the quantile" is "above a", ties included. So a, the (count + 1)-th largest, is all that is needed;
-    it comes from a top-k over the shorter side of the row, which has no limit on the row's length.
+    The interpolated quantile lies in [a, b) between two neighbours a <= b in sorted order, and no score lies between
+    them: "above the quantile" is "above a", ties included. So only a, the (count + 1)-th largest score, is needed. It
+    comes from a top-k from the nearer end, which, unlike `torch.quantile`, has no limit on the length.
     """
     n = score.shape[-1]
     count = count_above(n, q)

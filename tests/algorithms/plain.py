@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from fedobp import Config, Federation, Result
 from fedobp.course import cohorts
-from fedobp.engine.schedule import batches as positions
+from fedobp.engine.batch_order import batches as positions
 from fedobp.keys import Purpose, fold
 
 # Settings that every plain loop is tried with. Client 1 usually has 211 samples: a last batch of one, which is skipped.

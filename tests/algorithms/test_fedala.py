@@ -11,8 +11,8 @@ from torch.nn import functional
 from walk import moment, row
 
 from fedobp.algorithms import METHODS, Client, Sweep, Train
-from fedobp.engine.schedule import batches as positions
-from fedobp.engine.schedule import subset
+from fedobp.engine.batch_order import batches as positions
+from fedobp.engine.batch_order import subset
 from fedobp.keys import Purpose, fold
 from fedobp.models import Model
 

@@ -13,7 +13,7 @@ from sklearn.decomposition import PCA
 from walk import moment, row, walk
 
 from fedobp.algorithms import METHODS, Batch, Client, Train, floco
-from fedobp.engine.schedule import step_key
+from fedobp.engine.batch_order import step_key
 from fedobp.keys import fold, uniform
 from fedobp.models import Model
 

@@ -29,8 +29,8 @@ from walk import moment, row
 from fedobp.algorithms import METHODS, Batch, Client, Sweep, Train
 from fedobp.algorithms.gaussians import Held, best_beta, discriminant, estimate, shrunk
 from fedobp.algorithms.pfedfda import log_prior, spare_few
-from fedobp.engine.schedule import batches as positions
-from fedobp.engine.schedule import step_key
+from fedobp.engine.batch_order import batches as positions
+from fedobp.engine.batch_order import step_key
 from fedobp.keys import Purpose, fold
 from fedobp.models import Model
 

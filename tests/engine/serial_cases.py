@@ -8,7 +8,7 @@ from torch.nn import functional
 from fedobp.algorithms import Moment
 from fedobp.data import Dataset, FederatedData, Shard
 from fedobp.engine import Budget, Population, Serial, Task
-from fedobp.engine.schedule import batches
+from fedobp.engine.batch_order import batches
 from fedobp.keys import Purpose, fold
 from fedobp.models import Model
 

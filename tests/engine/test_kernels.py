@@ -17,19 +17,19 @@ from torch.nn import functional
 
 pytest.importorskip("triton", reason="Triton is not here: it comes for Linux only")
 
-from kernel_cases import CASES, Case, Problem, rounded, rounded_logits, spoil
+from kernel_cases import CASES, Case, Problem, fill_with_nan, rounded, rounded_logits
 from lanes_cases import BATCH, CLIENTS, Plan, federated, made, task
 
 from fedobp import Config, Federation
 from fedobp.data import Dataset, FederatedData, Shard
-from fedobp.engine import Budget, Lanes, Population, kernels
-from fedobp.engine.kernels import fused_for, suits
+from fedobp.engine import Budget, Lanes, Population
+from fedobp.engine.im2col import PatchConv2d
+from fedobp.engine.kernels import dispatch, fused_for, is_supported
 from fedobp.engine.kernels.convolutions import Convolutions
 from fedobp.engine.kernels.fused import Fused
 from fedobp.engine.kernels.shapes import Shapes, flat_order, kernel_order
-from fedobp.engine.kernels.step import Kind
+from fedobp.engine.kernels.step import StepConfig
 from fedobp.engine.kernels.tiles import EXACT, Tile, Tiles, tiles_for
-from fedobp.engine.patches import PatchConv2d
 from fedobp.errors import FedobpError
 from fedobp.models import NETS, Model
 
@@ -172,7 +172,7 @@ def test_a_second_derivative_that_cannot_be_foreseen_is_refused():
 def padded(monkeypatch):
     """Numbers of lanes are rounded up to three, as they are beyond 16: some lanes are asleep, some are nobody's."""
     monkeypatch.setattr("fedobp.engine.kernels.fused.EXACT", 1)
-    monkeypatch.setattr("fedobp.engine.kernels.fused._STRIDE", 3)
+    monkeypatch.setattr("fedobp.engine.kernels.fused._LANE_MULTIPLE", 3)
 
 
 def test_lanes_that_are_asleep_stay_as_they_are(padded):
@@ -186,7 +186,7 @@ def test_lanes_that_are_asleep_stay_as_they_are(padded):
 
 def test_rows_of_single_pixels_and_a_graph_of_several_steps(monkeypatch):
     """The other way to get conv2's input gradient; three steps, each with the velocity of all before it."""
-    monkeypatch.setattr("fedobp.engine.kernels.fused._REPEAT", 2)
+    monkeypatch.setattr("fedobp.engine.kernels.fused._STEPS_PER_GRAPH", 2)
     problem = Problem(Case(steps=(3,), counts=((16, 9, 4),), terms=("momentum",)))
     theta, _ = problem.train(interpreted(problem, replace(LARGE, conv2_inputs=Tile(256, 1, 4, 1))))
     assert problem.errors(theta, problem.expected()[0]).max() < 5e-5
@@ -218,8 +218,8 @@ def test_nothing_depends_on_what_lay_in_the_buffers():
     problem = Problem(Case(steps=(1, 1), counts=((3,), (16,)), terms=("momentum",)))
     fused = interpreted(problem)
     clean, losses = problem.train(fused)
-    [kept] = fused._kept.values()
-    spoil(kept.buffers)
+    [cached] = fused._cache.values()
+    fill_with_nan(cached.buffers)
     again, losses_again = problem.train(fused)
     assert torch.equal(clean, again)
     assert torch.equal(losses, losses_again)
@@ -232,12 +232,12 @@ def test_nor_do_fewer_lanes_on_what_the_others_left(asleep, request):
         request.getfixturevalue("padded")
     problem = Problem(Case(steps=(1, 1), counts=((16,), (16,))))
     fused = interpreted(problem)
-    kept = fused._buffers(Kind(fused._shapes, "fp32", "all"), 2, 1, problem.data)
-    spoil(kept.buffers)
+    cached = fused._buffers(StepConfig(fused._shapes, "fp32", "all"), 2, 1, problem.data)
+    fill_with_nan(cached.buffers)
     fewer = Problem(Case(steps=(1,), counts=((7,),)))
     fewer.data = problem.data
     theta, _ = fewer.train(fused)
-    assert len(fused._kept) == 1
+    assert len(fused._cache) == 1
     assert fewer.errors(theta, fewer.expected()[0]).max() < 2e-5
 
 
@@ -254,12 +254,12 @@ def test_inputs_far_from_0_keep_their_digits():
 def test_a_lanes_price_is_what_its_buffers_take():
     problem = Problem(CASES["everything, 32x32"])
     fused = interpreted(problem)
-    kept = fused._buffers(Kind(fused._shapes, "fp32", "all", 31), 3, 2, problem.data)
+    cached = fused._buffers(StepConfig(fused._shapes, "fp32", "all", 31), 3, 2, problem.data)
     taken = sum(
-        one.numel() * one.element_size() for one in vars(kept.buffers).values() if isinstance(one, torch.Tensor)
+        one.numel() * one.element_size() for one in vars(cached.buffers).values() if isinstance(one, torch.Tensor)
     )
     # Beside the buffers (here of a smaller batch) there are copies of its vector.
-    assert taken / kept.buffers.lanes < fused.lane_bytes < 8 * taken / kept.buffers.lanes
+    assert taken / cached.buffers.lanes < fused.lane_bytes < 8 * taken / cached.buffers.lanes
 
 
 def test_labels_are_the_largest_logits():
@@ -344,20 +344,20 @@ def test_the_kernels_order_holds_every_entry_once(side, channels, classes):
     ],
 )
 def test_what_they_are_made_for(shape, classes, batch, precision, right):
-    assert suits(Model("cnn", shape, classes), batch, precision) == right
+    assert is_supported(Model("cnn", shape, classes), batch, precision) == right
 
 
 def test_another_network_under_the_papers_name_is_not_theirs(monkeypatch):
-    assert not suits(Model("mlp", (1, 28, 28), 10), 32, "bf16")
+    assert not is_supported(Model("mlp", (1, 28, 28), 10), 32, "bf16")
     model = Model("cnn", (1, 28, 28), 10)
     monkeypatch.setitem(NETS, "cnn", NETS["cnn-small"])
-    assert not suits(model, 32, "bf16")
+    assert not is_supported(model, 32, "bf16")
 
 
 def test_a_card_without_tiles_is_told_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Quadro")
-    kernels._say.cache_clear()
+    dispatch._warn_once.cache_clear()
     model, card = Model("cnn", (1, 28, 28), 10), torch.device("cuda")
     with pytest.warns(UserWarning, match="no kernels are tuned for bf16 on Quadro, so the general path trains"):
         assert fused_for(model, 32, "bf16", card) is None
@@ -393,7 +393,7 @@ class Broken:
 def test_without_a_triton_that_works_the_general_path_is_taken(monkeypatch, module, sentence):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setitem(sys.modules, "triton", module)
-    kernels._say.cache_clear()
+    dispatch._warn_once.cache_clear()
     with pytest.warns(UserWarning, match=sentence):
         assert fused_for(Model("cnn", (1, 28, 28), 10), 32, "bf16", torch.device("cuda")) is None
 

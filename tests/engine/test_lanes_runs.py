@@ -9,8 +9,8 @@ from lanes_cases import BATCH, CLIENTS, TRAIN, metrics, same, vector
 from fedobp import Config, Federation, FedobpError, sweep
 from fedobp.algorithms import METHODS
 from fedobp.course import cohorts
-from fedobp.engine import Lanes, schedule
-from fedobp.engine.patches import patched
+from fedobp.engine import Lanes, batch_order
+from fedobp.engine.im2col import patched
 from fedobp.engine.vectorised import Vectorised
 
 pytestmark = pytest.mark.usefixtures("networks")
@@ -237,7 +237,7 @@ def test_a_batch_larger_than_any_client_is_all_that_a_client_has(method, tmp_pat
 @pytest.mark.usefixtures("ragged")
 def test_there_is_no_room_for_samples_that_nobody_has(monkeypatch):
     """Whatever a phase asks for: the order of samples is as wide as the largest client."""
-    widths, orders = [], schedule.orders
+    widths, orders = [], batch_order.orders
 
     def watched(*given):
         widths.append((found := orders(*given)).positions.shape[-1])

@@ -33,7 +33,7 @@ from fedobp.algorithms import METHODS, Sparse, Train
 from fedobp.algorithms.fedobp import FedOBP, keep_and_upload
 from fedobp.course import cohorts
 from fedobp.engine import Counters
-from fedobp.engine.schedule import batches
+from fedobp.engine.batch_order import batches
 from fedobp.keys import Purpose, fold
 
 # Training.

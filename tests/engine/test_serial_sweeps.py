@@ -5,7 +5,7 @@ from serial_cases import BATCH, DATA, MODEL, SEED, THETA, Alone, moment, numbers
 
 from fedobp.algorithms import Sweep
 from fedobp.engine import Counters, Task
-from fedobp.engine.schedule import batches, step_key, subset
+from fedobp.engine.batch_order import batches, step_key, subset
 from fedobp.keys import Purpose, fold
 
 

@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA card that torch can use", allow_module_level=True)
 
-from kernel_cases import CASES, Case, Problem, rounded, rounded_features, spoil
+from kernel_cases import CASES, Case, Problem, fill_with_nan, rounded, rounded_features
 from lanes_cases import same
 from torch.func import grad, vmap
 
@@ -17,7 +17,7 @@ from fedobp.course import Course
 from fedobp.engine import Budget
 from fedobp.engine.fit import Rule
 from fedobp.engine.kernels import fused_for
-from fedobp.engine.kernels.convolutions import Convolutions, Setting
+from fedobp.engine.kernels.convolutions import ConvConfig, Convolutions
 from fedobp.engine.kernels.fused import Fused
 from fedobp.engine.kernels.tiles import tiles_for
 from fedobp.federation import engine_for
@@ -82,11 +82,11 @@ def gradients(precision, lanes, side, channels, samples=False):
     weights = [0.1 * torch.randn(lanes, *size, generator=draw) for size in sizes]
     x = torch.randn(lanes, 32, channels, side, side, generator=draw)
     towards = torch.randn(32, ((side - 4) // 2 - 4) // 2, ((side - 4) // 2 - 4) // 2, 64, generator=draw)
-    setting = Setting(side, channels, precision, tiles_for((9, 0), precision))
+    config = ConvConfig(side, channels, precision, tiles_for((9, 0), precision))
     there = towards.to(DEVICE)
 
     def loss(weights, x, towards):
-        [out, *_] = Convolutions.apply(setting, x[None], *(one[None] for one in weights))
+        [out, *_] = Convolutions.apply(config, x[None], *(one[None] for one in weights))
         return (out[0].float() * towards).sum()
 
     found = grad(loss)
@@ -132,8 +132,8 @@ def test_the_same_bytes_twice_whatever_lay_in_the_buffers(precision):
     problem = Problem(case, DEVICE)
     fused = fused_of(problem, precision)
     first, losses = problem.train(fused)
-    [kept] = fused._kept.values()
-    spoil(kept.buffers)
+    [cached] = fused._cache.values()
+    fill_with_nan(cached.buffers)
     again, losses_again = problem.train(fused)
     assert torch.equal(first, again)
     assert torch.equal(losses, losses_again)
@@ -147,12 +147,12 @@ def test_fewer_lanes_do_not_depend_on_what_the_others_left():
         problem = Problem(Case(steps=(1,) * lanes, counts=((16,),) * lanes), DEVICE)
         fused = fused_of(problem, "bf16")
         problem.train(fused)
-        [kept] = fused._kept.values()
-        spoil(kept.buffers)
+        [cached] = fused._cache.values()
+        fill_with_nan(cached.buffers)
         fewer = Problem(Case(steps=(1,) * few, counts=((16,),) * few), DEVICE)
         fewer.data = problem.data
         theta, _ = fewer.train(fused)
-        assert len(fused._kept) == 1
+        assert len(fused._cache) == 1
         check(fewer, theta, fewer.expected("bf16")[0], "bf16")
 
 

@@ -1,4 +1,4 @@
-"""What a client's step takes, counted and not assumed: operations by torch's own counter, memory by what is saved."""
+"""The cost of a client's training step, measured: operations by torch's counter, memory by the saved tensors."""
 
 from typing import NamedTuple
 
@@ -13,15 +13,15 @@ from fedobp.models import Model
 
 
 class Cost(NamedTuple):
-    """One client's step."""
+    """The cost of one step of one client."""
 
     flops: float  # multiplications and additions of matrix products and convolutions, forward and backward
-    fixed_bytes: float  # weights, gradients and what else has the model's size
+    fixed_bytes: float  # weights, gradients and other tensors of the model's size
     batch_bytes: float  # activations
 
 
 def cost(model: Model, forward: Forward, batch: int, dtype: torch.dtype) -> Cost:
-    """Take one step of one lane on zeros, and count."""
+    """Measure one step of one lane on zeros."""
     tensors = {
         name: torch.zeros(1, *shape, dtype=dtype, requires_grad=True)
         for name, shape in zip(model.layout.names, model.layout.shapes, strict=True)
@@ -29,13 +29,13 @@ def cost(model: Model, forward: Forward, batch: int, dtype: torch.dtype) -> Cost
     x = torch.zeros(1, batch, *model.shape, dtype=dtype)
     saved: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     counter = FlopCounterMode(display=False)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), counter:
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor), counter:
         try:
             logits = forward(tensors, x)
         except RuntimeError as error:
@@ -46,6 +46,6 @@ def cost(model: Model, forward: Forward, batch: int, dtype: torch.dtype) -> Cost
         loss = functional.cross_entropy(logits.flatten(0, 1), torch.zeros(batch, dtype=torch.int64))
         torch.autograd.grad(loss, list(tensors.values()), materialize_grads=True)
     itemsize = loss.element_size()
-    # Model-sized: weights, gradients, momentum, and a mask or anchor. Activations: what is saved, and as much again
-    # for their gradients.
+    # Model-sized: weights, gradients, momentum, and a mask or anchor. Activations: the saved tensors, and as much
+    # again for their gradients.
     return Cost(counter.get_total_flops(), 4.0 * itemsize * model.layout.size, 2.0 * sum(saved.values()))

@@ -1,4 +1,4 @@
-"""How much memory there is."""
+"""The memory of a device."""
 
 import os
 from contextlib import suppress
@@ -8,7 +8,7 @@ import torch
 
 
 def memory_of(device: torch.device) -> float:
-    """Return the bytes of a device's memory; on the CPU no more than a container may use."""
+    """Return the size of a device's memory in bytes; on the CPU at most the container's limit."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[1])
     found = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

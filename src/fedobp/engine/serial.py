@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedobp.data import Split
+from fedobp.engine.batch_order import batches, step_key, subset
 from fedobp.engine.client_pool import PoolJob
 from fedobp.engine.failures import caught, refuse_batch_norm, without_failures
 from fedobp.engine.precision import autocast, deterministic, serial_threads
 from fedobp.engine.protocol import Counters, PersonalModels, Prepared
-from fedobp.engine.schedule import batches, step_key, subset
 from fedobp.keys import Purpose, fold
 from fedobp.method import Batch, Client, CohortUpdate, Sweep, Train
 from fedobp.models import Model, is_statistic

@@ -1,11 +1,11 @@
-"""Many copies of a network at once: each lane has its own parameters and its own batch.
+"""The forward pass of many copies of a network at once: each lane has its own parameters and its own batch.
 
-A network that is a plain sequence of common layers gets a batched form of each layer; any other module is vectorised
-as it is (`torch.func.vmap`), which is right for all and fast for few. Inputs are [lanes, samples, ...], parameters
+A network that is a plain sequence of common layers uses a batched form of each layer. Any other module is vectorised
+with `torch.func.vmap`, which works for all modules but is fast for few. Inputs are [lanes, samples, ...], parameters
 [lanes, ...], outputs [lanes, samples, classes].
 
-Between the layers images keep whatever order suits the convolution. On the CPU that is one grouped convolution in
-channels-last order, on CUDA a product of patches and kernels (`patches`).
+Between layers, images are in the memory format of the convolution: on the CPU one grouped convolution in channels-last
+format, on CUDA im2col and a batched matrix product (`im2col`).
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn import functional
 
-from fedobp.engine.patches import convolved, fits
+from fedobp.engine.im2col import im2col_conv2d, supports_im2col
 from fedobp.models import Model
 
 Forward = Callable[[Mapping[str, Tensor], Tensor], Tensor]
@@ -25,16 +25,16 @@ _POOLS = (nn.MaxPool2d, nn.AvgPool2d)
 
 
 def _channels_last(x: Tensor) -> Tensor:
-    """Return images in channels-last order, with strides that say so even where there is one channel."""
-    rows = x.permute(0, 2, 3, 1)
-    return rows.flatten().view(rows.shape).permute(0, 3, 1, 2)
+    """Return images in channels-last format, with the strides of that format even where there is one channel."""
+    nhwc = x.permute(0, 2, 3, 1)
+    return nhwc.flatten().view(nhwc.shape).permute(0, 3, 1, 2)
 
 
 class Grouped:
-    """Images as [samples, lanes * channels, height, width]: one grouped convolution serves all lanes."""
+    """Images as [samples, lanes * channels, height, width]: one grouped convolution for all lanes."""
 
     @staticmethod
-    def enter(x: Tensor) -> Tensor:
+    def to_images(x: Tensor) -> Tensor:
         """Return images of the network's input [lanes, samples, channels, height, width]."""
         lanes, samples, channels, *sides = x.shape
         return _channels_last(x.transpose(0, 1).reshape(samples, lanes * channels, *sides))
@@ -44,59 +44,59 @@ class Grouped:
         """Apply a layer with each lane's weights."""
         lanes = len(weight)
         kernels = _channels_last(weight.flatten(0, 1))
-        shifts = None if bias is None else bias.flatten()
+        biases = None if bias is None else bias.flatten()
         assert not isinstance(layer.padding, str)
-        return functional.conv2d(image, kernels, shifts, layer.stride, layer.padding, layer.dilation, lanes)
+        return functional.conv2d(image, kernels, biases, layer.stride, layer.padding, layer.dilation, lanes)
 
     @staticmethod
-    def leave(image: Tensor, lanes: int) -> Tensor:
+    def to_vectors(image: Tensor, lanes: int) -> Tensor:
         """Return images as vectors [lanes, samples, entries]."""
         return image.reshape(len(image), lanes, -1).transpose(0, 1)
 
 
 class Columns:
-    """Images as [lanes * samples, channels, height, width], channels last: patches, then a matrix product a lane."""
+    """Images as [lanes * samples, channels, height, width], channels last: im2col, then a matrix product per lane."""
 
     @staticmethod
-    def enter(x: Tensor) -> Tensor:
+    def to_images(x: Tensor) -> Tensor:
         """Return images of the network's input [lanes, samples, channels, height, width]."""
         return _channels_last(x.flatten(0, 1))
 
     @staticmethod
     def convolve(layer: nn.Conv2d, image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Apply a layer with each lane's weights."""
-        rows = image.permute(0, 2, 3, 1).unflatten(0, (len(weight), -1))
+        nhwc = image.permute(0, 2, 3, 1).unflatten(0, (len(weight), -1))
         assert not isinstance(layer.padding, str)
-        return convolved(layer.padding, rows, weight, bias).flatten(0, 1).permute(0, 3, 1, 2)
+        return im2col_conv2d(layer.padding, nhwc, weight, bias).flatten(0, 1).permute(0, 3, 1, 2)
 
     @staticmethod
-    def leave(image: Tensor, lanes: int) -> Tensor:
+    def to_vectors(image: Tensor, lanes: int) -> Tensor:
         """Return images as vectors [lanes, samples, entries]."""
         return image.reshape(lanes, len(image) // lanes, -1)
 
 
 def stacked(model: Model, form: type[Grouped] | type[Columns]) -> Forward:
     """Return the forward pass of many copies of a model."""
-    layers = _sequence(model, form)
+    layers = _batched_layers(model, form)
     if layers is None:
 
-        def general(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        def vmapped(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
             return vmap(model.apply)(dict(parameters), x)
 
-        return general
+        return vmapped
 
     def forward(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        # Vectors are [lanes, entries, samples]: then the gradient of a layer's weights has the order of the weights.
+        # Vectors are [lanes, entries, samples]: then the gradient of a layer's weight has the layout of the weight.
         lanes, is_image = len(x), False
         x = x.transpose(1, 2) if x.ndim == 3 else x
         for name, layer in layers:
             if isinstance(layer, nn.Conv2d | nn.MaxPool2d | nn.AvgPool2d) and not is_image:
-                x, is_image = form.enter(x), True
+                x, is_image = form.to_images(x), True
             if isinstance(layer, nn.Conv2d):
                 x = form.convolve(layer, x, parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
             elif isinstance(layer, nn.Flatten):
                 if is_image or x.ndim > 3:
-                    x, is_image = (form.leave(x, lanes) if is_image else x.flatten(2)).transpose(1, 2), False
+                    x, is_image = (form.to_vectors(x, lanes) if is_image else x.flatten(2)).transpose(1, 2), False
             elif isinstance(layer, nn.Linear):
                 weight, bias = parameters[f"{name}.weight"], parameters.get(f"{name}.bias")
                 x = torch.bmm(weight, x) if bias is None else torch.baddbmm(bias[:, :, None], weight, x)
@@ -107,17 +107,17 @@ def stacked(model: Model, form: type[Grouped] | type[Columns]) -> Forward:
     return forward
 
 
-def _sequence(model: Model, form: type[Grouped] | type[Columns]) -> list[tuple[str, nn.Module]] | None:
-    """Return the layers in the order in which they are best run, or None if the module is not such a sequence."""
+def _batched_layers(model: Model, form: type[Grouped] | type[Columns]) -> list[tuple[str, nn.Module]] | None:
+    """Return the layers in their order of execution, or None if one of them has no batched form."""
     if type(model.structure) is not nn.Sequential:
         return None
     layers = [one for one in model.structure.named_modules(remove_duplicate=False) if one[0] and "." not in one[0]]
-    shared = {id(layer) for _, layer in layers if any(True for _ in layer.parameters())}
-    if len(shared) < sum(any(True for _ in layer.parameters()) for _, layer in layers):
+    with_parameters = {id(layer) for _, layer in layers if any(True for _ in layer.parameters())}
+    if len(with_parameters) < sum(any(True for _ in layer.parameters()) for _, layer in layers):
         return None
     flat = len(model.shape) == 1
     for _, layer in layers:
-        # A subclass or a hook may do anything: only the layers themselves have a batched form.
+        # A subclass or a hook may do anything: only the plain layers have a batched form.
         if getattr(layer, "inplace", False) or layer._forward_hooks or layer._forward_pre_hooks:
             return None
         if type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1):
@@ -127,11 +127,11 @@ def _sequence(model: Model, form: type[Grouped] | type[Columns]) -> list[tuple[s
                 return None
         elif type(layer) is nn.Conv2d:
             simple = layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-            if flat or not simple or (form is Columns and not fits(layer)):
+            if flat or not simple or (form is Columns and not supports_im2col(layer)):
                 return None
         elif type(layer) not in (*_ELEMENTWISE, *_POOLS) or (flat and isinstance(layer, _POOLS)):
             return None
-    # max(relu(x)) is relu(max(x)), gradients and ties included, on a quarter of the entries.
+    # max(relu(x)) is relu(max(x)), gradients and ties included, and the second has fewer entries to rectify.
     for at in range(len(layers) - 1):
         if isinstance(layers[at][1], nn.ReLU) and isinstance(layers[at + 1][1], nn.MaxPool2d):
             layers[at], layers[at + 1] = layers[at + 1], layers[at]

@@ -1,17 +1,18 @@
-"""From the loss back to every weight, and the step itself, for all lanes of a launch.
+"""The backward pass and the SGD update, for all lanes of a launch.
 
-Five launches. `head` and `dense_backward` take the loss's gradient through these layers and change their weights.
-`conv2_inputs` goes on to the first convolution; `weights_backward` computes what both convolutions' weights should
-change by, in a fixed number of partial sums (those of the second one's bias come from `dense_backward`); `update` adds
-these up in a fixed order, moves the weights, makes the copies that products read, and lays out the next batch. No
-atomic additions: the same input gives the same bits.
+Five launches. `head` and `dense_backward` compute the gradients of these layers and update their weights.
+`conv2_inputs` computes the gradient of the second convolution's inputs; `weights_backward` computes the weight
+gradients of both convolutions as a fixed number of partial sums (those of the second bias come from `dense_backward`);
+`update` adds these in a fixed order, updates the weights, copies them for the products, and loads the next batch. There
+are no atomic additions: the same input gives the same bits.
 """
 
 import triton
 import triton.language as tl
 
 from fedobp.engine.kernels.forward import summed, windows
-from fedobp.engine.kernels.rule import B1, B2, BF, HIDDEN, SPREAD1, SUMS1, TAPS2, W1, W2, WF, moved
+from fedobp.engine.kernels.param_layout import B1, B2, BF, HIDDEN, SPREAD1, SUMS1, TAPS2, W1, W2, WF
+from fedobp.engine.kernels.sgd import moved
 
 
 @triton.jit
@@ -21,8 +22,8 @@ def head(
     PARTS: tl.constexpr, COLUMNS: tl.constexpr,
     BASE: tl.constexpr, LEARNS: tl.constexpr, RULE: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Loss, and the head's step. A program owns COLUMNS hidden units: it writes their gradient `dh` [B,512], behind
-    ReLU, if there is a BASE that learns, and then changes the weights that it has read if the head LEARNS."""
+    """Loss, and the head's update. A program has COLUMNS hidden units: it writes their gradient `dh` [B,512], before
+    ReLU, if the BASE is trained, and then updates the weights that it has read if the head is trained (LEARNS)."""
     lane = tl.program_id(1).to(tl.int64)
     if PADDED:
         if tl.load(count + lane) == 0:
@@ -67,11 +68,11 @@ def dense_backward(
     SIZE: tl.constexpr, B: tl.constexpr, F: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     RULE: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Change the hidden layer, and compute the gradient of its inputs.
+    """Update the hidden layer, and compute the gradient of its inputs.
 
-    A program owns COLUMNS inputs and walks through all hidden units, so that it has the whole gradient of its inputs
-    and changes the weights that it has just read. The gradient of conv2's outputs is written unpooled, into
-    [B,W,W,64] with a frame of zeros 4 wide; its sum over the batch, a part of the bias's gradient, into `bias2` [F].
+    A program has COLUMNS inputs and loops over all hidden units, so that it has the whole gradient of its inputs and
+    updates the weights that it has just read. The gradient of conv2's outputs is written unpooled, into [B,W,W,64] with
+    a border of zeros 4 wide; its sum over the batch, a part of the bias gradient, into `bias2` [F].
     """
     lane = tl.program_id(1).to(tl.int64)
     if PADDED:
@@ -88,8 +89,8 @@ def dense_backward(
     xv = tl.load(x + lane * (B * F) + r[:, None] * F + i[None, :])
     dx = tl.zeros((B, COLUMNS), tl.float32)
     for s in range(0, HIDDEN, DEPTH):
-        # Summed below as well as read by products, unlike `d` of `conv2_weights`: here `g` is waited for in the same
-        # turn, before a later tile is copied (`tests/compile_kernels.py` would tell).
+        # Summed below as well as read by products, unlike `d` of `conv2_weights`: here `g` is complete in the same
+        # iteration, before a later tile is copied (`tests/compile_kernels.py` checks this).
         dv = tl.load(rows + s)
         at = mine + WF + (s + o)[:, None] * F + i[None, :]
         dx = tl.dot(dv, tl.load(theta + at).to(low), dx, input_precision=PRECISION)
@@ -114,7 +115,7 @@ def dense_backward(
 
 @triton.jit
 def unpooled(gradient, arg, out, B: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
-    """Write the gradient of pooled values [B,P,P,64] to where they came from, in [B,W,W,64] with a frame 4 wide."""
+    """Unpool the gradient of [B,P,P,64] into [B,W,W,64], which has a border 4 wide."""
     lane = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, 64)
@@ -136,10 +137,10 @@ def conv2_inputs(
     B: tl.constexpr, H: tl.constexpr, P: tl.constexpr, SIDE: tl.constexpr, ROWS: tl.constexpr,
     PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of conv2's inputs, [B,H,H,32]. Thanks to the frame of zeros there is no border.
+    """Compute the gradient of conv2's inputs, [B,H,H,32]. The zero border of `d2` makes all pixels alike.
 
-    A row is a block of SIDE x SIDE pixels. It sees (4 + SIDE)^2 pixels of the frame, each of which meets up to 25 taps
-    (`weights` is [25,32,64]): one for each pixel of the block, side by side, and zero where there is none.
+    A row is a block of SIDE x SIDE pixels. It reads (4 + SIDE)^2 pixels of `d2`, each of which is multiplied by up to
+    25 taps (`weights` is [25,32,64]): one for each pixel of the block, side by side, and zero where there is none.
     """
     lane = tl.program_id(1).to(tl.int64)
     if PADDED:
@@ -183,11 +184,11 @@ def conv2_weights(
     B: tl.constexpr, H: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One kernel row of conv2's weight gradient over one split of the rows: its five taps lie side by side in memory,
-    160 columns of one product [64, rows] x [rows, 160]. sums[split] is [25*32, 64].
+    """Compute one kernel row of conv2's weight gradient over one split of the rows: its five taps are side by side in
+    memory, 160 columns of one product [64, rows] x [rows, 160]. sums[split] is [25*32, 64].
 
-    Nothing but products may read `d`: if it is summed here, too, for the bias, Triton 3.6 copies a later tile over it
-    while products of this one still read it, and now and then a sum is wrong (`tests/compile_kernels.py` looks for it).
+    Only products may read `d`. If it is also summed here, for the bias, Triton 3.6 overwrites it with a later tile
+    while products still read it: a race that sometimes makes a sum wrong (`tests/compile_kernels.py` checks for it).
     """
     W: tl.constexpr = 2 * P + 8
     Q: tl.constexpr = 2 * P
@@ -202,7 +203,7 @@ def conv2_weights(
     z2 = tl.zeros((64, 32), tl.float32)
     for i in range(TILES):
         row = (split * TILES + i) * ROWS + tl.arange(0, ROWS)
-        # Rows beyond the last one read the frame's first pixel: zero.
+        # Rows beyond the last one read the first pixel of the border: zero.
         real = row < ALL
         pixel = tl.where(real, row, 0)
         image, pixel = pixel // (Q * Q), pixel % (Q * Q)
@@ -225,16 +226,16 @@ def conv1_weights(
 ):  # fmt: skip
     """Compute conv1's weight gradient over one split of the rows: pixels of its pooled map.
 
-    The gradients that belong to the upper (then the lower) two positions of a pooling window meet the image there:
-    [32 x left and right, rows] x [rows, 5 kernel rows of 8 pixels x 4 channels]. What the right one finds is one pixel
-    further right. sums[split] is [5*32, 32*2], and the bias after it.
+    The gradients of the upper (then the lower) two positions of a pooling window are multiplied by the image there:
+    [32 x left and right, rows] x [rows, 5 kernel rows of 8 pixels x 4 channels]. The result of the right position is
+    shifted by one pixel. sums[split] is [5*32, 32*2], followed by the bias.
     """
     ALL: tl.constexpr = B * P * P
     TILES: tl.constexpr = (ALL + ROWS * SPLITS - 1) // (ROWS * SPLITS)
     n = tl.arange(0, 32)
     m = tl.arange(0, 64)
     most = tl.arange(0, 128)
-    upper = (most // 32) * (H * 4) + most % 32  # four kernel rows; the fifth comes by itself
+    upper = (most // 32) * (H * 4) + most % 32  # four kernel rows; the fifth is a separate product
     z1 = tl.zeros((64, 128), tl.float32)
     z2 = tl.zeros((64, 32), tl.float32)
     bias = tl.zeros((32,), tl.float32)
@@ -267,14 +268,14 @@ def weights_backward(
 ):  # fmt: skip
     """Compute both convolutions' weight gradients: the first SPLITS1 programs conv1's, 5 * SPLITS2 conv2's.
 
-    Together, because the first waits for memory while the second computes.
+    In one launch, because the first is memory-bound and the second compute-bound.
     """
     lane = tl.program_id(1).to(tl.int64)
     program = tl.program_id(0)
     if PADDED:
         samples = tl.load(count + lane)
         if program == 0:
-            tl.store(awake + lane, samples)  # for `update`, which changes the count while it runs
+            tl.store(awake + lane, samples)  # for `update`, which overwrites the count
         if samples == 0:
             return
     if program < SPLITS1:
@@ -283,7 +284,7 @@ def weights_backward(
         conv2_weights(pooled, d2, sums2, lane, program - SPLITS1, B, P1, P2, SPLITS2, ROWS2, PRECISION)
 
 
-# Programs of `update` that move the convolutions' weights: a quarter of a tap each, an eighth of a row, the biases.
+# Programs of `update` for the convolutions' weights: a quarter of a tap each, an eighth of a row, the biases.
 MOVERS = tl.constexpr(25 * 4 + 5 * 8 + 1)
 
 
@@ -294,10 +295,10 @@ def update(
     SIZE: tl.constexpr, B: tl.constexpr, H: tl.constexpr, C: tl.constexpr, P2: tl.constexpr,
     SPLITS1: tl.constexpr, SPLITS2: tl.constexpr, BASE: tl.constexpr, RULE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Move the convolutions' weights, refresh their copies, and lay out the lane's next batch, a program a sample.
+    """Update the convolutions' weights and their copies, and load the lane's next batch, one program per sample.
 
-    With SPLITS1 = 0 nothing moves: the copies are made and the batch is laid out for the first step. Without BASE
-    there is nothing to move and only the batch to lay out.
+    With SPLITS1 = 0 no weight changes: it only makes the copies and loads the first batch. Without BASE it only loads
+    the batch.
     """
     lane = tl.program_id(1).to(tl.int64)
     program = tl.program_id(0)
@@ -343,7 +344,7 @@ def update(
             else:
                 w1 = tl.load(theta + at1)
             w1 = tl.where(real, w1, 0.0).to(spread.dtype.element_ty)
-            for px in tl.static_range(2):  # the right position's weights lie a pixel further
+            for px in tl.static_range(2):  # the right position's weights are shifted by a pixel
                 to = dy * 2048 + ((k1[:, None] + 4 * px) % 32) * 64 + px * 32 + n1[None, :]
                 tl.store(spread + lane * SPREAD1 + to, w1)
         elif SPLITS1:
@@ -360,7 +361,7 @@ def update(
             ata = mine + B1 + mm
             tl.store(theta + ata, moved(ga, ata, theta, velocity, anchor, drift, moving, lane_numbers, RULE))
     else:
-        # One sample of the next batch: scaled, in the order y, x, channel, with channels padded to four.
+        # One sample of the next batch: scaled, in the order y, x, channel, with the channels padded to four.
         r = program - WORKERS
         now = tl.load(step + lane)
         there = now < steps
@@ -370,7 +371,7 @@ def update(
             channel = e % 4
             real1 = (channel < C) & (e < H * H * 4)
             stored = tl.load(data + sample * (C * H * H) + channel * (H * H) + e // 4, mask=real1, other=0)
-            value = stored.to(tl.float32) - tl.load(shift + lane * 4 + channel)  # first: means may be large
+            value = stored.to(tl.float32) - tl.load(shift + lane * 4 + channel)  # subtract first: means may be large
             value *= tl.load(scale + lane * 4 + channel)
             pixel = tl.where(real1, value, 0.0).to(x.dtype.element_ty)
             tl.store(x + (lane * B + r) * (H * H * 4) + e, pixel, mask=e < H * H * 4)

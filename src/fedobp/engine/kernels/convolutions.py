@@ -1,8 +1,8 @@
-"""The CNN's convolutions as a function of tensors, for losses and sweeps of a method's own.
+"""The CNN's convolutions as an autograd function, for a method's custom losses and sweeps.
 
-A step of plain SGD is fused as a whole (`step`). What a method computes itself is vectorised by `torch.func`, which
-needs a derivative and a rule for `vmap` of everything that it meets: here is the part that takes most of the time, from
-images to the hidden layer's inputs, by the same kernels.
+A step of plain SGD is fused as a whole (`step`). Custom losses and sweeps are vectorised by `torch.func`, which needs a
+derivative and a `vmap` rule. This function computes the part that takes most of the time, from images to the inputs of
+the hidden layer, with the same kernels.
 """
 
 from collections.abc import Sequence
@@ -15,30 +15,30 @@ from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn import functional
 
+from fedobp.engine.im2col import PatchConv2d, at_most_one_grad, merge_vmap_axis
 from fedobp.engine.kernels import backward
-from fedobp.engine.kernels.rule import B1, B2, BF, SUMS1, TAPS2
+from fedobp.engine.kernels.param_layout import B1, B2, BF, SUMS1, TAPS2
 from fedobp.engine.kernels.shapes import Shapes
-from fedobp.engine.kernels.step import AFTER, Arithmetic, Kind, convolutions, low_type, splits_of
+from fedobp.engine.kernels.step import TAIL, KernelPrecision, StepConfig, convolutions, operand_dtype, splits_of
 from fedobp.engine.kernels.tiles import Tiles
-from fedobp.engine.patches import PatchConv2d, derived_once, in_lanes
 from fedobp.errors import FedobpError
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What all calls of a model share."""
+class ConvConfig:
+    """The configuration of a model's fused convolutions."""
 
     side: int
     channels: int
-    precision: Arithmetic
+    precision: KernelPrecision
     tiles: tuple[Tiles, ...]
 
-    def kind(self, batch: int) -> Kind:
-        """Return what a step of such a batch does; nobody asks how many classes there are."""
-        return Kind(Shapes(self.side, self.channels, 2, batch), self.precision, "all")
+    def step_config(self, batch: int) -> StepConfig:
+        """Return the configuration for a batch size; the number of classes is not used."""
+        return StepConfig(Shapes(self.side, self.channels, 2, batch), self.precision, "all")
 
     def tiles_of(self, lanes: int, batch: int) -> Tiles:
-        """Return the tiles for so many lanes; single samples have too few rows for any but the last."""
+        """Return the tile shapes for a number of lanes; small batches have too few rows for any but the last."""
         fitting = [tiles for tiles in self.tiles if batch >= 16 and lanes <= tiles.lanes]
         return fitting[0] if fitting else self.tiles[-1]
 
@@ -46,92 +46,92 @@ class Setting:
 class Convolutions(torch.autograd.Function):
     """Both convolutions with ReLU and pooling: images [L, B, C, H, H] -> [L, B, P2, P2, 64].
 
-    Weights are [L, 32, C, 5, 5] and [L, 64, 32, 5, 5], in float32. Beside the outputs it returns what the way back
-    needs: images [L, B, H, H, 4], the first pooled maps, which positions were the largest, and the second weights.
+    Weights are [L, 32, C, 5, 5] and [L, 64, 32, 5, 5], in float32. It also returns the tensors that the backward pass
+    needs: images [L, B, H, H, 4], the first pooled maps, the argmax of both poolings, and the second weights.
     """
 
     @staticmethod
     def forward(
-        setting: Setting, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor
+        config: ConvConfig, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Lay out what the kernels read, and launch them."""
+        """Convert the tensors to the kernels' layouts, and launch the kernels."""
         lanes, batch = x.shape[:2]
-        kind, low, tiles = setting.kind(batch), low_type(setting.precision), setting.tiles_of(lanes, batch)
-        shapes = kind.shapes
+        step, low, tiles = config.step_config(batch), operand_dtype(config.precision), config.tiles_of(lanes, batch)
+        shapes = step.shapes
         storage, image = _image(lanes, batch, shapes.side, low, x.device)
         image[..., : shapes.channels] = x.permute(0, 1, 3, 4, 2)
-        # A kernel row for the left position of a pooling window, and a pixel further right for the right one.
+        # A kernel row for the left position of a pooling window, and one shifted by a pixel for the right position.
         rows = functional.pad(w1.permute(0, 3, 4, 2, 1), (0, 0, 0, 4 - shapes.channels))
         spread = torch.stack([functional.pad(rows, (0, 0, 0, 0, px, 3 - px)) for px in (0, 1)], dim=4).to(low)
         flipped, taps = (w2.permute(0, 3, 4, *axes).to(low).contiguous() for axes in ((1, 2), (2, 1)))
         biases = x.new_empty(lanes, BF.value, dtype=torch.float32)
         biases[:, B1.value : B1.value + 32], biases[:, B2.value : B2.value + 64] = b1, b2
-        nobody = torch.empty(lanes, dtype=torch.int32, device=x.device)
+        unused = torch.empty(lanes, dtype=torch.int32, device=x.device)
         pooled1, pooled2 = (
             torch.empty(lanes, batch, size, size, maps, dtype=low, device=x.device)
             for size, maps in ((shapes.pooled1, 32), (shapes.pooled2, 64))
         )
         arg1, arg2 = (torch.empty_like(pooled, dtype=torch.int8) for pooled in (pooled1, pooled2))
-        at = SimpleNamespace(
-            x=storage, count=nobody, step=nobody, spread=spread, flipped=flipped, theta=biases,
+        buf = SimpleNamespace(
+            x=storage, count=unused, step=unused, spread=spread, flipped=flipped, theta=biases,
             pooled1=pooled1, arg1=arg1, pooled2=pooled2, arg2=arg2,
         )  # fmt: skip
-        launch = convolutions(kind, at, tiles, lanes, padded=False)
+        launch = convolutions(step, buf, tiles, lanes, padded=False)
         launch["conv1"]()
         launch["conv2"]()
         return pooled2, image, pooled1, arg1, arg2, taps
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep what the way back needs."""
-        ctx.setting = inputs[0]
+        """Save tensors for the backward pass."""
+        ctx.config = inputs[0]
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*output[1:])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        """Return the weights' gradients; who wants that of the images gets layers of torch's own."""
+        """Return the gradients of weights and biases. Where the images need one, `FusedCNN` uses torch's layers."""
         assert not ctx.needs_input_grad[1]
         if gradients[0] is None:
             return (None,) * 6
-        return None, None, *_Gradients.apply(ctx.setting, gradients[0], *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return None, None, *_Gradients.apply(ctx.config, gradients[0], *ctx.saved_tensors)  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], setting: Setting, *given: Tensor) -> tuple[Any, Any]:
-        """Vectorise: more samples where all have the same weights, and more lanes where they have not."""
+    def vmap(info: Any, in_dims: tuple[int | None, ...], config: ConvConfig, *given: Tensor) -> tuple[Any, Any]:
+        """Merge the new axis into the samples where weights are shared, and into the lanes where they are not."""
         x, *weights = given
         if in_dims[2:] == (None,) * 4:
             images = x.movedim(in_dims[1] or 0, 1)
-            *found, taps = Convolutions.apply(setting, images.flatten(1, 2), *weights)  # type: ignore[no-untyped-call]
-            return (*(one.unflatten(1, images.shape[1:3]) for one in found), taps), (1,) * 5 + (None,)
-        found = Convolutions.apply(setting, *in_lanes(info.batch_size, in_dims[1:], given))  # type: ignore[no-untyped-call]
-        return tuple(one.unflatten(0, (info.batch_size, -1)) for one in found), (0,) * 6
+            *outputs, taps = Convolutions.apply(config, images.flatten(1, 2), *weights)  # type: ignore[no-untyped-call]
+            return (*(one.unflatten(1, images.shape[1:3]) for one in outputs), taps), (1,) * 5 + (None,)
+        outputs = Convolutions.apply(config, *merge_vmap_axis(info.batch_size, in_dims[1:], given))  # type: ignore[no-untyped-call]
+        return tuple(one.unflatten(0, (info.batch_size, -1)) for one in outputs), (0,) * 6
 
 
 class _Gradients(torch.autograd.Function):
-    """The way back: from the gradient of [L, B, P2, P2, 64] to those of both convolutions' weights and biases."""
+    """The backward pass: from the gradient of [L, B, P2, P2, 64] to those of both convolutions' weights and biases."""
 
     @staticmethod
-    def forward(setting: Setting, gradient: Tensor, *kept: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(config: ConvConfig, gradient: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Launch the kernels, and add up their partial sums."""
-        image, pooled1, arg1, arg2, taps = (one.contiguous() for one in kept)
+        image, pooled1, arg1, arg2, taps = (one.contiguous() for one in saved)
         lanes, batch = gradient.shape[:2]
-        kind, tiles, low = setting.kind(batch), setting.tiles_of(lanes, batch), pooled1.dtype
-        shapes, (splits1, splits2) = kind.shapes, splits_of(kind.shapes, tiles)
-        storage, again = _image(lanes, batch, shapes.side, low, image.device)
-        again.copy_(image)
+        step, tiles, low = config.step_config(batch), config.tiles_of(lanes, batch), pooled1.dtype
+        shapes, (splits1, splits2) = step.shapes, splits_of(step.shapes, tiles)
+        storage, image_copy = _image(lanes, batch, shapes.side, low, image.device)
+        image_copy.copy_(image)
         d2 = image.new_zeros(lanes, batch, shapes.frame, shapes.frame, 64)
         gradient = gradient.to(low).contiguous()
         backward.unpooled[-(-batch * shapes.pooled2**2 // 64), lanes](gradient, arg2, d2, batch, shapes.pooled2, 64)
-        nobody = torch.empty(lanes, dtype=torch.int32, device=image.device)
+        unused = torch.empty(lanes, dtype=torch.int32, device=image.device)
         sums1 = image.new_empty(lanes, splits1, SUMS1.value, dtype=torch.float32)
         sums2 = image.new_empty(lanes, splits2, TAPS2.value, dtype=torch.float32)
-        at = SimpleNamespace(
-            x=storage, count=nobody, awake=nobody, taps=taps, pooled1=pooled1, arg1=arg1,
+        buf = SimpleNamespace(
+            x=storage, count=unused, awake=unused, taps=taps, pooled1=pooled1, arg1=arg1,
             d1=torch.empty_like(pooled1), d2=d2, sums1=sums1, sums2=sums2,
         )  # fmt: skip
-        launch = convolutions(kind, at, tiles, lanes, padded=False)
+        launch = convolutions(step, buf, tiles, lanes, padded=False)
         launch["conv2_inputs"]()
         launch["weights_backward"]()
         first = sums1.sum(dim=1)
@@ -143,41 +143,41 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is kept: where `torch.func` takes a second derivative, layers are torch's own."""
+        """Save nothing: where `torch.func` takes a second derivative, `FusedCNN` uses torch's layers."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Refuse: of a second derivative by `torch.autograd` one learns only when it is too late."""
+        """Raise an error: a second derivative by `torch.autograd` cannot be detected in the forward pass."""
         raise FedobpError(
             "the convolution kernels have no second derivative: take both derivatives with torch.func.grad, "
             "or use --engine serial"
         )
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], setting: Setting, *given: Tensor) -> tuple[Any, Any]:
-        """Vectorise: each has gradients of its own."""
-        found = _Gradients.apply(setting, *in_lanes(info.batch_size, in_dims[1:], given))  # type: ignore[no-untyped-call]
-        return tuple(one.unflatten(0, (info.batch_size, -1)) for one in found), (0,) * 4
+    def vmap(info: Any, in_dims: tuple[int | None, ...], config: ConvConfig, *given: Tensor) -> tuple[Any, Any]:
+        """Merge the new axis into the lanes."""
+        outputs = _Gradients.apply(config, *merge_vmap_axis(info.batch_size, in_dims[1:], given))  # type: ignore[no-untyped-call]
+        return tuple(one.unflatten(0, (info.batch_size, -1)) for one in outputs), (0,) * 4
 
 
 def _image(lanes: int, batch: int, side: int, low: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return room for images [L, B, H, H, 4], zero, as the kernels want it and as a view.
+    """Return zeroed storage for images, with a tail, and its view [L, B, H, H, 4].
 
-    Six pixels are read as eight: after the last image, too, there are some.
+    The kernels read 8 pixels where they use 6, also at the end of the last image.
     """
-    storage = torch.zeros(lanes * batch * side**2 * 4 + AFTER, dtype=low, device=device)
-    return storage, storage[:-AFTER].view(lanes, batch, side, side, 4)
+    storage = torch.zeros(lanes * batch * side**2 * 4 + TAIL, dtype=low, device=device)
+    return storage, storage[:-TAIL].view(lanes, batch, side, side, 4)
 
 
 def _tracked(x: Tensor) -> bool:
-    """Say whether any transform around follows a tensor with a derivative."""
+    """Return whether any active transform differentiates with respect to a tensor."""
     while not x.requires_grad and is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return x.requires_grad
 
 
 class FusedCNN(nn.Module):
-    """The paper's CNN with the same tensors: convolutions by kernels, for the given sizes of batches."""
+    """The paper's CNN with the same tensors and fused convolutions, for the given batch sizes."""
 
     conv1: PatchConv2d
     conv2: PatchConv2d
@@ -190,30 +190,30 @@ class FusedCNN(nn.Module):
     fc1: nn.Module
     classifier: nn.Module
 
-    def __init__(self, like: nn.Module, setting: Setting, batches: Sequence[int]) -> None:
+    def __init__(self, like: nn.Module, config: ConvConfig, batches: Sequence[int]) -> None:
         super().__init__()
         for name, layer in like.named_children():
             setattr(self, name, layer)
-        self._setting, self._batches = setting, frozenset(batches)
+        self._config, self._batches = config, frozenset(batches)
 
-    def _suits(self, x: Tensor) -> bool:
-        """Say whether the kernels compute what is asked for: one derivative, of weights, in their precision."""
-        kind = x.device.type
-        low = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+    def _is_supported(self, x: Tensor) -> bool:
+        """Return whether the kernels support this call: one derivative, of weights, in their precision."""
+        device = x.device.type
+        low = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
         return (
             len(x) in self._batches
             and x.dtype == self.conv1.weight.dtype == torch.float32
-            and low == (self._setting.precision == "bf16")
-            and derived_once()
+            and low == (self._config.precision == "bf16")
+            and at_most_one_grad()
             and not _tracked(x)
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits."""
-        if self._suits(x):
+        if self._is_supported(x):
             tensors: Any = x, self.conv1.weight, self.conv1.bias, self.conv2.weight, self.conv2.bias
-            found: Any = Convolutions.apply(self._setting, *(tensor[None] for tensor in tensors))  # type: ignore[no-untyped-call]
-            x = found[0][0].permute(0, 3, 1, 2)
+            outputs: Any = Convolutions.apply(self._config, *(tensor[None] for tensor in tensors))  # type: ignore[no-untyped-call]
+            x = outputs[0][0].permute(0, 3, 1, 2)
         else:
             x = self.pool1(self.relu1(self.conv1(x)))
             x = self.pool2(self.relu2(self.conv2(x)))

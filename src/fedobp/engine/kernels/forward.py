@@ -1,19 +1,19 @@
-"""From a batch of images to hidden values and logits, for all lanes of a launch. Training and evaluation share it.
+"""The forward pass: from a batch of images to hidden values and logits, for training and evaluation.
 
-Grids are (tiles, lanes). Rows of a tile are pooling windows or samples, its columns channels. Convolutions compute the
-four positions of a pooling window and keep only the largest, so nothing larger than a pooled map is stored; `arg`
-says which of the four it was, and 4 where ReLU stopped it, which is all that the way back needs.
+Grids are (tiles, lanes). Rows of a tile are pooling windows or samples, columns are channels. Convolutions compute the
+four positions of a pooling window and store only the largest, so nothing larger than a pooled map is stored; `arg` is
+the index of the largest (0 to 3), or 4 where ReLU is zero: all that the backward pass needs.
 """
 
 import triton
 import triton.language as tl
 
-from fedobp.engine.kernels.rule import B1, B2, BF, HIDDEN, SPREAD1, TAPS2, WF
+from fedobp.engine.kernels.param_layout import B1, B2, BF, HIDDEN, SPREAD1, TAPS2, WF
 
 
 @triton.jit
 def pooled(a0, a1, a2, a3, bias, out, arg, at, real, TRAIN: tl.constexpr):
-    """Bias, ReLU and pooling over the four positions of a window, the first of equals: store what is left."""
+    """Apply bias, ReLU and max-pooling to the four positions of a window (ties: the first), and store the result."""
     largest = tl.maximum(tl.maximum(a0, a1), tl.maximum(a2, a3))
     value = largest + bias[None, :]
     tl.store(out + at, tl.maximum(value, 0.0).to(out.dtype.element_ty), mask=real[:, None])
@@ -30,7 +30,7 @@ def halves(sums, ROWS: tl.constexpr):
 
 @triton.jit
 def windows(row, B: tl.constexpr, H: tl.constexpr, P: tl.constexpr):
-    """Return which rows are pooling windows of the batch, and the pixel of [B,H,H] at the corner of each."""
+    """Return which rows are pooling windows of the batch, and the corner pixel of each in [B,H,H]."""
     real = row < B * P * P
     window = tl.where(real, row, 0)
     image, window = window // (P * P), window % (P * P)
@@ -43,15 +43,15 @@ def conv1(
     SIZE: tl.constexpr, B: tl.constexpr, H: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
     TRAIN: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """First convolution, bias, ReLU, pooling: [B,H,H,4] -> [B,P,P,32]; a program takes TILES tiles.
+    """First convolution, bias, ReLU, pooling: [B,H,H,4] -> [B,P,P,32]; a program computes TILES tiles.
 
-    A pooling window reads a patch of 6x6 pixels: six rows of 8 pixels x 4 channels, of which what is beyond 6 has
-    weight 0. The upper two positions meet rows 0 to 4, the lower two rows 1 to 5; the weights hold the left and the
-    right position side by side: `spread` is [5,32,2*32].
+    A pooling window reads a patch of 6x6 pixels as six rows of 8 pixels x 4 channels; the last two pixels have weight
+    0. The upper two positions use rows 0 to 4, the lower two rows 1 to 5; the weights of the left and the right
+    position are side by side: `spread` is [5,32,2*32].
     """
     lane = tl.program_id(1).to(tl.int64)
     if tl.program_id(0) == 0:
-        tl.store(step + lane, tl.load(step + lane) + 1)  # here, because nobody else looks at it now
+        tl.store(step + lane, tl.load(step + lane) + 1)  # here, because no other program reads it now
     if PADDED:
         if tl.load(count + lane) == 0:
             return
@@ -127,7 +127,7 @@ def dense(
     SIZE: tl.constexpr, B: tl.constexpr, F: tl.constexpr, NC: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     TRAIN: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Hidden layer and ReLU, [B,F] -> [B,512], and what these hidden units add to the logits: [512/COLUMNS,B,NC]."""
+    """Hidden layer and ReLU, [B,F] -> [B,512], and these units' contribution to the logits: [512/COLUMNS,B,NC]."""
     lane = tl.program_id(1).to(tl.int64)
     if PADDED:
         if tl.load(count + lane) == 0:
@@ -159,7 +159,7 @@ def dense(
 
 @triton.jit
 def summed(logits, lane, B: tl.constexpr, NC: tl.constexpr, CLASSES: tl.constexpr, PARTS: tl.constexpr):
-    """Return the logits [B,NC]: the sum of their parts, always in one order. Classes that do not exist are hopeless."""
+    """Return the logits [B,NC]: the sum of their parts, in a fixed order. Padding classes get -1e30."""
     r = tl.arange(0, B)
     c = tl.arange(0, NC)
     z = tl.zeros((B, NC), tl.float32)
@@ -173,7 +173,7 @@ def answer(
     logits, count, done, found, most,
     B: tl.constexpr, NC: tl.constexpr, CLASSES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write a batch's most likely labels to found[lane], the first of equals; `done` counts batches with this one."""
+    """Write a batch's predicted labels to found[lane] (ties: the first); `done` counts batches including this one."""
     lane = tl.program_id(0).to(tl.int64)
     r = tl.arange(0, B)
     label = tl.argmax(summed(logits, lane, B, NC, CLASSES, PARTS), 1)

@@ -1,4 +1,4 @@
-"""Phases of the paper's CNN run by the fused kernels: lanes go in, a captured graph is replayed, lanes come out."""
+"""Training and evaluation of the paper's CNN by the fused kernels, as replays of captured CUDA graphs."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,67 +11,78 @@ import torch
 from torch import Tensor
 
 from fedobp.data import FederatedData
-from fedobp.engine.graphs import captured
-from fedobp.engine.kernels.convolutions import FusedCNN, Setting
-from fedobp.engine.kernels.rule import DECAY, DRIFT, MASK, MOMENTUM, PULL, arrange
+from fedobp.engine.cuda_graphs import capture
+from fedobp.engine.im2col import patched
+from fedobp.engine.kernels.convolutions import ConvConfig, FusedCNN
+from fedobp.engine.kernels.param_layout import arrange
+from fedobp.engine.kernels.sgd import DECAY, DRIFT, MASK, MOMENTUM, PULL
 from fedobp.engine.kernels.shapes import Shapes, flat_order, kernel_order
-from fedobp.engine.kernels.step import Arithmetic, Buffers, Kind, Launches, Samples, launches, refresh, splits_of
+from fedobp.engine.kernels.step import (
+    Buffers,
+    KernelPrecision,
+    Launches,
+    Samples,
+    StepConfig,
+    launches,
+    refresh,
+    splits_of,
+)
 from fedobp.engine.kernels.tiles import EXACT, Tiles
-from fedobp.engine.patches import patched
 from fedobp.engine.sgd import Rule, active
 from fedobp.method import Part
 from fedobp.models import Model
 from fedobp.transfer import send
 
 _BLOCK = 1024
-_STRIDE = 8  # beyond EXACT, numbers of lanes are rounded up to a multiple of this: those asleep cost next to nothing
-_REPEAT = 8  # steps in a long graph
+_LANE_MULTIPLE = 8  # beyond EXACT, numbers of lanes are rounded up to a multiple of this; idle lanes cost little
+_STEPS_PER_GRAPH = 8  # in a long graph
 _TEST_BATCH = 64
 
 
 def graph_lanes(lanes: int) -> int:
-    """Return the number of lanes that a graph is made for."""
-    return lanes if lanes <= EXACT else -(-lanes // _STRIDE) * _STRIDE
+    """Return the number of lanes of the graph for `lanes` active ones."""
+    return lanes if lanes <= EXACT else -(-lanes // _LANE_MULTIPLE) * _LANE_MULTIPLE
 
 
 @dataclass
-class _Kept:
-    """Buffers with the graphs that work on them, by number of lanes and of steps."""
+class _CachedSteps:
+    """Buffers, and the graphs that use them, by number of lanes and of steps."""
 
-    kind: Kind
+    config: StepConfig
     samples: Samples
     buffers: Buffers
     graphs: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
 
 
 class Fused:
-    """Trains and tests stacks of one model on one device."""
+    """Trains and evaluates stacks of lanes of one model on one device."""
 
     def __init__(
-        self, model: Model, batch: int, precision: Arithmetic, tiles: Sequence[Tiles], device: torch.device
+        self, model: Model, batch: int, precision: KernelPrecision, tiles: Sequence[Tiles], device: torch.device
     ) -> None:
         channels, side, _ = model.shape
         self._batch, self._precision, self._tiles, self._device = batch, precision, tiles, device
         self._shapes = Shapes(side, channels, model.classes, max(16, 1 << (batch - 1).bit_length()))
         order = kernel_order(model.layout, self._shapes)
         self._size = model.layout.size
-        self._inward = order.to(device, torch.int32)
-        self._outward = flat_order(order, self._size).to(device, torch.int32)
-        self._kept: dict[tuple[Kind, int], _Kept] = {}
-        self._scaling: dict[int, tuple[FederatedData, Tensor]] = {}
+        self._to_kernel_order = order.to(device, torch.int32)
+        self._to_flat_order = flat_order(order, self._size).to(device, torch.int32)
+        self._cache: dict[tuple[StepConfig, int], _CachedSteps] = {}
+        self._scales: dict[int, tuple[FederatedData, Tensor]] = {}
 
     @cached_property
     def lane_bytes(self) -> int:
-        """What a lane takes at most: its buffers with every term of the rule, and a few copies of its vector."""
-        kind = Kind(replace(self._shapes, batch=max(self._shapes.batch, _TEST_BATCH)), self._precision, "all", ~0)
-        one = Buffers(kind, 1, 1, self._splits(kind), torch.device("meta"))
+        """The most memory that a lane needs: buffers with all terms of the update, and four copies of its vector."""
+        shapes = replace(self._shapes, batch=max(self._shapes.batch, _TEST_BATCH))
+        config = StepConfig(shapes, self._precision, "all", ~0)
+        one = Buffers(config, 1, 1, self._splits(config), torch.device("meta"))
         tensors = [value for value in vars(one).values() if isinstance(value, Tensor)]
         return 16 * self._size + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def vectorised(self, model: Model) -> Model:
-        """Return a model that computes the same, and whose convolutions are kernels under `torch.func`."""
-        setting = Setting(self._shapes.side, self._shapes.channels, self._precision, tuple(self._tiles))
-        return patched(model).like(lambda module: FusedCNN(module, setting, (1, self._batch)))
+        """Return a model that computes the same, with fused convolutions under `torch.func`."""
+        config = ConvConfig(self._shapes.side, self._shapes.channels, self._precision, tuple(self._tiles))
+        return patched(model).like(lambda module: FusedCNN(module, config, (1, self._batch)))
 
     def train(
         self,
@@ -83,77 +94,77 @@ class Fused:
         data: Sequence[FederatedData],
         steps: Sequence[int],
     ) -> tuple[Tensor, int]:
-        """Train the lanes of `theta` in place; return the sums of their losses, and the batch slots that it took.
+        """Train the lanes of `theta` in place; return the sums of their losses, and the number of batch slots computed.
 
-        `ids` is [steps, lanes, batch], of which `counts` [steps, lanes] are real; `data` is each lane's.
+        `ids` is [steps, lanes, batch], of which `counts` [steps, lanes] are real; `data` has one entry per lane.
         """
-        kind = Kind(self._shapes, self._precision, part, _bits(rule))
-        kept = self._buffers(kind, len(theta), len(ids), data[0])
+        config = StepConfig(self._shapes, self._precision, part, _term_bits(rule))
+        cached = self._buffers(config, len(theta), len(ids), data[0])
         now = active(steps)
         plan = [(lanes, len(list(same))) for lanes, same in groupby(map(graph_lanes, now))]
-        # Long graphs as far as they go, then short ones.
+        # As many graphs of several steps as fit, then graphs of one step.
         replays = [
-            self._graph(kept, lanes, repeat)
+            self._graph(cached, lanes, repeat)
             for lanes, times in plan
-            for repeat in [_REPEAT] * (times // _REPEAT) + [1] * (times % _REPEAT)
+            for repeat in [_STEPS_PER_GRAPH] * (times // _STEPS_PER_GRAPH) + [1] * (times % _STEPS_PER_GRAPH)
         ]
-        self._load(kept, theta, rule, ids, counts, data)
+        self._load(cached, theta, rule, ids, counts, data)
         for replay in replays:
             replay()
-        self._arrange(kept.buffers.theta, theta, self._outward)
-        return kept.buffers.loss[: len(theta)].clone(), sum(now) * self._shapes.batch
+        self._arrange(cached.buffers.theta, theta, self._to_flat_order)
+        return cached.buffers.loss[: len(theta)].clone(), sum(now) * self._shapes.batch
 
     def labels(self, theta: Tensor, ids: Tensor, sizes: Sequence[int], data: FederatedData) -> Tensor:
-        """Return the labels that lanes' models give to their samples `ids` [lanes, most], of which `sizes` are real.
+        """Return the labels that each lane's model predicts for samples `ids` [lanes, most], of which `sizes` are real.
 
-        Lanes with most samples come first.
+        Lanes are sorted by their number of samples, largest first.
         """
         shapes = Shapes(self._shapes.side, self._shapes.channels, self._shapes.classes, _TEST_BATCH)
         lanes, most = ids.shape
         steps = -(-most // _TEST_BATCH)
-        kept = self._buffers(Kind(shapes, self._precision, None), lanes, steps, data)
+        cached = self._buffers(StepConfig(shapes, self._precision, None), lanes, steps, data)
         whole = torch.nn.functional.pad(ids, (0, steps * _TEST_BATCH - most)).view(lanes, steps, _TEST_BATCH)
-        begun = torch.arange(0, most, _TEST_BATCH)[:, None]
-        counts = send((torch.tensor(sizes) - begun).clamp(0, _TEST_BATCH), ids.device)
-        self._load(kept, theta, None, whole.transpose(0, 1), counts, [data] * lanes)
+        starts = torch.arange(0, most, _TEST_BATCH)[:, None]
+        counts = send((torch.tensor(sizes) - starts).clamp(0, _TEST_BATCH), ids.device)
+        self._load(cached, theta, None, whole.transpose(0, 1), counts, [data] * lanes)
         for step in range(steps):
-            awake = sum(size > step * _TEST_BATCH for size in sizes)
-            for launch in self._launches(kept, graph_lanes(awake)).values():
+            active_lanes = sum(size > step * _TEST_BATCH for size in sizes)
+            for launch in self._launches(cached, graph_lanes(active_lanes)).values():
                 launch()
-        return kept.buffers.found[:lanes].view(lanes, -1)[:, :most].clone()
+        return cached.buffers.predictions[:lanes].view(lanes, -1)[:, :most].clone()
 
-    def _buffers(self, kind: Kind, lanes: int, steps: int, data: FederatedData) -> _Kept:
-        key = kind, data.x.data_ptr()
-        kept = self._kept.get(key)
-        if kept is None or kept.buffers.lanes < lanes or kept.buffers.steps < steps:
-            had = (kept.buffers.lanes, kept.buffers.steps) if kept else (0, 0)
-            # Twice as many steps as now: rounds differ, and a graph is worth keeping.
-            room = max(graph_lanes(lanes), had[0]), max(2 * steps, had[1])
-            kept = None
-            self._kept.pop(key, None)  # the old ones go before new ones come
-            buffers = Buffers(kind, *room, self._splits(kind), self._device)
-            kept = self._kept[key] = _Kept(kind, Samples(data.x, data.y), buffers)
-            self._compile(kept)
-        return kept
+    def _buffers(self, config: StepConfig, lanes: int, steps: int, data: FederatedData) -> _CachedSteps:
+        key = config, data.x.data_ptr()
+        cached = self._cache.get(key)
+        if cached is None or cached.buffers.lanes < lanes or cached.buffers.steps < steps:
+            old = (cached.buffers.lanes, cached.buffers.steps) if cached else (0, 0)
+            # Twice the steps of this phase: rounds differ in length, and larger buffers would need new graphs.
+            capacity = max(graph_lanes(lanes), old[0]), max(2 * steps, old[1])
+            cached = None
+            self._cache.pop(key, None)  # free the old buffers before allocating
+            buffers = Buffers(config, *capacity, self._splits(config), self._device)
+            cached = self._cache[key] = _CachedSteps(config, Samples(data.x, data.y), buffers)
+            self._compile(cached)
+        return cached
 
-    def _splits(self, kind: Kind) -> tuple[int, int]:
-        """Return for how many partial sums there must be room."""
-        splits = [splits_of(kind.shapes, tiles) for tiles in self._tiles]
+    def _splits(self, config: StepConfig) -> tuple[int, int]:
+        """Return the largest numbers of partial sums of any tile shapes."""
+        splits = [splits_of(config.shapes, tiles) for tiles in self._tiles]
         return max(first for first, _ in splits), max(second for _, second in splits)
 
-    def _launches(self, kept: _Kept, lanes: int) -> Launches:
+    def _launches(self, cached: _CachedSteps, lanes: int) -> Launches:
         tiles = next(tiles for tiles in self._tiles if lanes <= tiles.lanes)
-        return launches(kept.kind, kept.buffers, tiles, lanes, lanes > EXACT, kept.samples)
+        return launches(cached.config, cached.buffers, tiles, lanes, lanes > EXACT, cached.samples)
 
-    def _compile(self, kept: _Kept) -> None:
-        """Launch once what buffers of this size may need, many at a time: what is not in Triton's cache is compiled."""
+    def _compile(self, cached: _CachedSteps) -> None:
+        """Launch each kernel variant that these buffers may need once, in parallel, so that Triton compiles it."""
         if self._device.type != "cuda":
             return
-        fewest = sorted({0, EXACT, *(tiles.lanes for tiles in self._tiles)})  # one less than some form's fewest
-        entries = [self._launches(kept, lanes + 1) for lanes in fewest if lanes < kept.buffers.lanes]
+        thresholds = sorted({0, EXACT, *(tiles.lanes for tiles in self._tiles)})  # variants begin at one lane more
+        entries = [self._launches(cached, lanes + 1) for lanes in thresholds if lanes < cached.buffers.lanes]
         stream = torch.cuda.current_stream(self._device)
 
-        def launch(name: str) -> None:  # all of a kernel's forms in one thread: Triton's caches are a kernel's own
+        def launch(name: str) -> None:  # one thread per kernel: its variants share a cache
             with torch.cuda.device(self._device), torch.cuda.stream(stream):
                 for entry in entries:
                     entry[name]()
@@ -161,61 +172,67 @@ class Fused:
         with ThreadPoolExecutor() as pool:
             list(pool.map(launch, entries[0]))
 
-    def _graph(self, kept: _Kept, lanes: int, repeat: int) -> Callable[[], None]:
-        """Return what takes so many steps: a captured graph, and the launches themselves where they are interpreted."""
-        if (lanes, repeat) not in kept.graphs:
-            steps = list(self._launches(kept, lanes).values())
+    def _graph(self, cached: _CachedSteps, lanes: int, repeat: int) -> Callable[[], None]:
+        """Return a function that takes `repeat` steps: a captured graph, or plain launches in Triton's interpreter."""
+        if (lanes, repeat) not in cached.graphs:
+            steps = list(self._launches(cached, lanes).values())
 
             def run() -> None:
                 for _ in range(repeat):
                     for launch in steps:
                         launch()
 
-            kept.graphs[lanes, repeat] = run
+            cached.graphs[lanes, repeat] = run
             if self._device.type == "cuda":
-                kept.graphs[lanes, repeat] = captured(run)
-        return kept.graphs[lanes, repeat]
+                cached.graphs[lanes, repeat] = capture(run)
+        return cached.graphs[lanes, repeat]
 
     def _load(
-        self, kept: _Kept, theta: Tensor, rule: Rule | None, ids: Tensor, counts: Tensor, data: Sequence[FederatedData]
+        self,
+        cached: _CachedSteps,
+        theta: Tensor,
+        rule: Rule | None,
+        ids: Tensor,
+        counts: Tensor,
+        data: Sequence[FederatedData],
     ) -> None:
-        at, (steps, lanes, batch) = kept.buffers, ids.shape
-        self._arrange(theta, at.theta, self._inward)
+        buf, (steps, lanes, batch) = cached.buffers, ids.shape
+        self._arrange(theta, buf.theta, self._to_kernel_order)
         if rule is not None:
             numbers = (rule.lr, rule.momentum, rule.decay, rule.pull)
             for column, values in enumerate(numbers):
                 if values is not None:
-                    at.numbers[:lanes, column] = values[:, 0]
-            for values, target in ((rule.anchor, at.anchor), (rule.drift, at.drift), (rule.moving, at.moving)):
+                    buf.numbers[:lanes, column] = values[:, 0]
+            for values, target in ((rule.anchor, buf.anchor), (rule.drift, buf.drift), (rule.moving, buf.moving)):
                 if values is not None:
-                    self._arrange(values, target, self._inward)
+                    self._arrange(values, target, self._to_kernel_order)
             if rule.momentum is not None:
-                at.velocity.zero_()
-        for tensor in (at.loss, at.step, at.counts):
+                buf.velocity.zero_()
+        for tensor in (buf.loss, buf.step, buf.counts):
             tensor.zero_()
-        at.order[:lanes, :steps, :batch] = ids.transpose(0, 1)
-        at.counts[:lanes, :steps] = counts.t()
+        buf.order[:lanes, :steps, :batch] = ids.transpose(0, 1)
+        buf.counts[:lanes, :steps] = counts.t()
         scaling = torch.stack([self._scale(one) for one in data])
-        for values, target in zip(scaling.unbind(dim=1), (at.shift, at.scale), strict=True):
+        for values, target in zip(scaling.unbind(dim=1), (buf.shift, buf.scale), strict=True):
             target[:lanes] = values
             target[lanes:].zero_()
-        # The lane after them too: windows at an image's end read on into the next one, with weight 0.
-        refresh(kept.kind, at, min(graph_lanes(lanes) + 1, at.lanes), kept.samples)
+        # One lane more: windows at the end of the last image read pixels of the next lane, with weight 0.
+        refresh(cached.config, buf, min(graph_lanes(lanes) + 1, buf.lanes), cached.samples)
 
     def _scale(self, data: FederatedData) -> Tensor:
         """Return (shift, scale), padded to four channels: an input is (x - shift) * scale."""
-        if id(data) not in self._scaling:
+        if id(data) not in self._scales:
             both = torch.zeros(2, 4, device=self._device)
             channels = data.mean.numel()
             both[0, :channels] = data.unit * data.mean.flatten()
             both[1, :channels] = 1 / (data.unit * data.std.flatten())
-            if both.is_cuda:  # once: whoever reads it next may do so on another stream
+            if both.is_cuda:  # once: the next reader may be on another stream
                 torch.cuda.current_stream().synchronize()
-            self._scaling[id(data)] = data, both
-        return self._scaling[id(data)][1]
+            self._scales[id(data)] = data, both
+        return self._scales[id(data)][1]
 
     def _arrange(self, source: Tensor, target: Tensor, index: Tensor) -> None:
-        """Copy vectors of as many lanes as there are on both sides from one order to the other."""
+        """Copy vectors from one order of entries to the other, for as many lanes as both tensors have."""
         lanes, size = min(len(source), len(target)), len(index)
         source = source.contiguous()
         if source.dtype == torch.bool:
@@ -223,8 +240,8 @@ class Fused:
         arrange[-(-size // _BLOCK), lanes](source, target, index, source.shape[1], target.shape[1], _BLOCK)
 
 
-def _bits(rule: Rule) -> int:
-    """Return which terms a rule has."""
+def _term_bits(rule: Rule) -> int:
+    """Return the terms of a rule as bits."""
     terms: tuple[tuple[Tensor | None, Any], ...] = (
         (rule.momentum, MOMENTUM),
         (rule.decay, DECAY),

@@ -1,4 +1,4 @@
-"""The sizes of the paper's CNN, and the kernels' order of its parameters."""
+"""The sizes of the paper's CNN, and the permutation between the flat vector and the kernels' order of parameters."""
 
 from dataclasses import dataclass
 from math import prod
@@ -6,7 +6,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fedobp.engine.kernels.rule import B1, B2, BF, HIDDEN, W1, W2, WF
+from fedobp.engine.kernels.param_layout import B1, B2, BF, HIDDEN, W1, W2, WF
 from fedobp.models import Layout
 
 
@@ -36,23 +36,23 @@ class Shapes:
 
     @property
     def outputs(self) -> int:
-        """Classes, rounded up to what a product takes."""
+        """Number of classes, rounded up to a size that a matrix product supports."""
         return max(16, 1 << (self.classes - 1).bit_length())
 
     @property
     def frame(self) -> int:
-        """Side of the frame around the gradient of conv2's outputs."""
+        """Side of the zero-padded gradient of conv2's outputs."""
         return 2 * self.pooled2 + 8
 
     @property
     def size(self) -> int:
-        """Entries of a lane's vector in the kernels' order."""
+        """Number of entries of a lane's vector in the kernels' order."""
         end: int = WF.value + HIDDEN.value * self.features + self.outputs * (HIDDEN.value + 1)
         return -(-end // 32) * 32
 
 
 def kernel_order(layout: Layout, shapes: Shapes) -> Tensor:
-    """Return, for each entry in the kernels' order, its place in the flat vector; -1 for padding."""
+    """Return, for each entry in the kernels' order, its index in the flat vector; -1 for padding."""
     flat = layout.views(torch.arange(layout.size))
     index = torch.full((shapes.size,), -1)
     side, hidden = shapes.pooled2, HIDDEN.value
@@ -74,7 +74,7 @@ def kernel_order(layout: Layout, shapes: Shapes) -> Tensor:
 
 
 def flat_order(order: Tensor, size: int) -> Tensor:
-    """Return the way back: for each entry of the flat vector, its place in the kernels' order."""
+    """Return the inverse: for each entry of the flat vector, its index in the kernels' order."""
     back = torch.empty(size, dtype=torch.int64)
     real = order >= 0
     back[order[real]] = torch.arange(len(order))[real]

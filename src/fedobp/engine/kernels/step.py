@@ -1,4 +1,4 @@
-"""One step of many lanes: the buffers that it works on, and its launches in their order."""
+"""One step of many lanes: its buffers, and its kernel launches in order."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,85 +8,87 @@ import torch
 from torch import Tensor
 
 from fedobp.engine.kernels import backward, forward
-from fedobp.engine.kernels.rule import DRIFT, HIDDEN, MASK, MOMENTUM, PULL, SPREAD1, SUMS1, TAPS2
+from fedobp.engine.kernels.param_layout import HIDDEN, SPREAD1, SUMS1, TAPS2
+from fedobp.engine.kernels.sgd import DRIFT, MASK, MOMENTUM, PULL
 from fedobp.engine.kernels.shapes import Shapes
 from fedobp.engine.kernels.tiles import Tiles
 from fedobp.method import Part
 
-Arithmetic = Literal["bf16", "tf32", "fp32"]
+KernelPrecision = Literal["bf16", "tf32", "fp32"]
 Launches = dict[str, Callable[[], object]]
-AFTER = 64  # entries
+TAIL = 64  # zeros after the last image: kernels read 8 pixels where they use 6
 
 
-def low_type(precision: Arithmetic) -> torch.dtype:
-    """Return the type of what products read; sums and weights are float32."""
+def operand_dtype(precision: KernelPrecision) -> torch.dtype:
+    """Return the dtype of the operands of matrix products; sums and weights are float32."""
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
-def product_of(precision: Arithmetic) -> str:
-    """Return how products of float32 numbers are taken."""
+def dot_precision(precision: KernelPrecision) -> str:
+    """Return Triton's `input_precision` for products of float32 tensors."""
     return "ieee" if precision == "fp32" else "tf32"
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What a step does. Steps of one kind share buffers and graphs."""
+class StepConfig:
+    """What a step computes. Steps with equal configurations share buffers and graphs."""
 
     shapes: Shapes
-    precision: Arithmetic
-    part: Part | None  # what learns; None: nothing does, labels are asked for
-    rule: int = 0  # which terms the rule has, as bits
+    precision: KernelPrecision
+    part: Part | None  # the trained part; None: evaluation, which predicts labels
+    rule: int = 0  # the terms of the SGD update, as bits
 
     @property
     def base(self) -> bool:
-        """Whether the base learns."""
+        """Whether the base is trained."""
         return self.part in ("all", "base")
 
 
 class Buffers:
-    """All that steps of up to `lanes` lanes read and write, for up to `steps` steps. `splits`: partial sums."""
+    """All tensors of steps of up to `lanes` lanes, for up to `steps` steps. `splits`: numbers of partial sums."""
 
-    def __init__(self, kind: Kind, lanes: int, steps: int, splits: tuple[int, int], device: torch.device) -> None:
-        shapes, low, byte, whole = kind.shapes, low_type(kind.precision), torch.int8, torch.int32
+    def __init__(
+        self, config: StepConfig, lanes: int, steps: int, splits: tuple[int, int], device: torch.device
+    ) -> None:
+        shapes, low, byte, whole = config.shapes, operand_dtype(config.precision), torch.int8, torch.int32
         batch, side1, side2, size = shapes.batch, shapes.pooled1, shapes.pooled2, shapes.size
         self.lanes, self.steps = lanes, steps
 
-        def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(lanes, *shape, dtype=dtype, device=device)
 
-        def used(bit: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return room(size, dtype=dtype) if kind.rule & bit else self.theta  # never read where it is not used
+        def optional(bit: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return zeros(size, dtype=dtype) if config.rule & bit else self.theta  # never read if the term is absent
 
-        # State, in the kernels' order.
-        self.theta, self.numbers, self.loss = room(size), room(4), room()
-        self.velocity, self.anchor, self.drift = used(MOMENTUM.value), used(PULL.value), used(DRIFT.value)
-        self.moving = used(MASK.value, byte)
-        # Copies of weights as products read them.
-        self.spread, self.taps, self.flipped = (room(n, dtype=low) for n in (SPREAD1.value, TAPS2.value, TAPS2.value))
-        # On the way forward, and back. Around `d2` lies a frame of zeros that nobody writes.
-        map1, map2, learns, base = batch * side1**2 * 32, batch * side2**2 * 64, kind.part is not None, kind.base
-        self.pooled1, self.arg1 = room(map1, dtype=low), room(map1 * base, dtype=byte)
-        self.pooled2, self.arg2 = room(map2, dtype=low), room(map2 * base, dtype=byte)
-        self.hidden, self.dh = (room(batch * HIDDEN.value * some, dtype=low) for some in (learns, base))
-        self.logits = room(HIDDEN.value // 16 * batch * shapes.outputs)
-        self.d1 = room(map1 * base, dtype=low)
-        self.d2 = room(batch * shapes.frame**2 * 64 * base, dtype=low)
-        self.sums1, self.sums2 = room(splits[0] * SUMS1.value * base), room(splits[1] * TAPS2.value * base)
-        self.bias2 = room(shapes.features * base)
-        # The order of samples, how inputs are scaled ((x - shift) * scale), and the batch in work.
-        self.order, self.counts = room(steps, batch, dtype=whole), room(steps, dtype=whole)
-        self.scale, self.shift = room(4), room(4)
-        # Six pixels are read as eight: after the last image, too, there are some, and they are zero.
-        self.x = torch.zeros(lanes * batch * shapes.side**2 * 4 + AFTER, dtype=low, device=device)
-        self.labels = room(batch, dtype=whole)
-        self.step, self.count, self.awake = (room(dtype=whole) for _ in range(3))
-        self.found = room(0 if kind.part else steps * batch, dtype=torch.int64)
+        # State, in the kernels' order of parameters.
+        self.theta, self.numbers, self.loss = zeros(size), zeros(4), zeros()
+        self.velocity, self.anchor, self.drift = optional(MOMENTUM.value), optional(PULL.value), optional(DRIFT.value)
+        self.moving = optional(MASK.value, byte)
+        # Copies of weights in the dtype and layout of the products.
+        self.spread, self.taps, self.flipped = (zeros(n, dtype=low) for n in (SPREAD1.value, TAPS2.value, TAPS2.value))
+        # Activations and gradients. `d2` has a border of zeros that is never written.
+        map1, map2, learns, base = batch * side1**2 * 32, batch * side2**2 * 64, config.part is not None, config.base
+        self.pooled1, self.arg1 = zeros(map1, dtype=low), zeros(map1 * base, dtype=byte)
+        self.pooled2, self.arg2 = zeros(map2, dtype=low), zeros(map2 * base, dtype=byte)
+        self.hidden, self.dh = (zeros(batch * HIDDEN.value * some, dtype=low) for some in (learns, base))
+        self.logits = zeros(HIDDEN.value // 16 * batch * shapes.outputs)
+        self.d1 = zeros(map1 * base, dtype=low)
+        self.d2 = zeros(batch * shapes.frame**2 * 64 * base, dtype=low)
+        self.sums1, self.sums2 = zeros(splits[0] * SUMS1.value * base), zeros(splits[1] * TAPS2.value * base)
+        self.bias2 = zeros(shapes.features * base)
+        # The order of samples, the scaling of inputs ((x - shift) * scale), and the current batch.
+        self.order, self.counts = zeros(steps, batch, dtype=whole), zeros(steps, dtype=whole)
+        self.scale, self.shift = zeros(4), zeros(4)
+        self.x = torch.zeros(lanes * batch * shapes.side**2 * 4 + TAIL, dtype=low, device=device)
+        self.labels = zeros(batch, dtype=whole)
+        self.step, self.count, self.awake = (zeros(dtype=whole) for _ in range(3))
+        self.predictions = zeros(0 if config.part else steps * batch, dtype=torch.int64)
 
 
 def splits_of(shapes: Shapes, tiles: Tiles) -> tuple[int, int]:
-    """Return the numbers of partial sums, each of two tiles at least where there are two.
+    """Return the numbers of partial sums, such that each sums at least two tiles where there are two.
 
-    A loop of one tile is not pipelined, and Triton 3.6 then makes `conv1_weights` read beyond its shared memory.
+    A loop over one tile is not pipelined, and Triton 3.6 then makes `conv1_weights` read beyond its shared memory.
     """
     rows = shapes.batch * shapes.pooled1**2, shapes.batch * (2 * shapes.pooled2) ** 2
     sizes = tiles.weights_backward[:2]
@@ -95,107 +97,107 @@ def splits_of(shapes: Shapes, tiles: Tiles) -> tuple[int, int]:
 
 
 class Samples(NamedTuple):
-    """Where samples lie, as stored: [n, channels, side, side], and their labels."""
+    """All samples as stored, [n, channels, side, side], and their labels."""
 
     x: Tensor
     y: Tensor
 
 
-def convolutions(kind: Kind, at: Any, tiles: Tiles, lanes: int, padded: bool) -> Launches:
-    """Return the launches of both convolutions' two ways by name; `at` holds what they read and write."""
-    shapes, base = kind.shapes, kind.base
+def convolutions(config: StepConfig, buf: Any, tiles: Tiles, lanes: int, padded: bool) -> Launches:
+    """Return the launches of both convolutions, forward and backward, by name; `buf` holds their tensors."""
+    shapes, base = config.shapes, config.base
     batch, side, pooled1, pooled2 = shapes.batch, shapes.side, shapes.pooled1, shapes.pooled2
     splits1, splits2 = splits_of(shapes, tiles)
-    product = product_of(kind.precision)
+    product = dot_precision(config.precision)
 
     def conv1() -> None:
         rows, several, warps, stages = tiles.conv1
         forward.conv1[-(-batch * pooled1**2 // (rows * several)), lanes](
-            at.x, at.count, at.step, at.spread, at.theta, at.pooled1, at.arg1,
-            at.theta.shape[1], batch, side, pooled1, rows, several, base, padded, product,
+            buf.x, buf.count, buf.step, buf.spread, buf.theta, buf.pooled1, buf.arg1,
+            buf.theta.shape[1], batch, side, pooled1, rows, several, base, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
     def conv2() -> None:
         rows, _, warps, stages = tiles.conv2
         forward.conv2[-(-batch * pooled2**2 // rows), lanes](
-            at.pooled1, at.count, at.flipped, at.theta, at.pooled2, at.arg2,
-            at.theta.shape[1], batch, pooled1, pooled2, rows, base, padded, product,
+            buf.pooled1, buf.count, buf.flipped, buf.theta, buf.pooled2, buf.arg2,
+            buf.theta.shape[1], batch, pooled1, pooled2, rows, base, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
     def conv2_inputs() -> None:
         rows, block, warps, stages = tiles.conv2_inputs
         backward.conv2_inputs[-(-(batch * (pooled1 // block) ** 2) // rows), lanes](
-            at.d2, at.taps, at.d1, at.count,
+            buf.d2, buf.taps, buf.d1, buf.count,
             batch, pooled1, pooled2, block, rows, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
     def weights_backward() -> None:
         rows1, rows2, warps, stages = tiles.weights_backward
         backward.weights_backward[splits1 + 5 * splits2, lanes](
-            at.x, at.count, at.awake, at.pooled1, at.d1, at.d2, at.arg1, at.sums1, at.sums2,
+            buf.x, buf.count, buf.awake, buf.pooled1, buf.d1, buf.d2, buf.arg1, buf.sums1, buf.sums2,
             batch, side, pooled1, pooled2, splits1, rows1, splits2, rows2, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
     return {"conv1": conv1, "conv2": conv2, "conv2_inputs": conv2_inputs, "weights_backward": weights_backward}
 
 
-def launches(kind: Kind, at: Buffers, tiles: Tiles, lanes: int, padded: bool, samples: Samples) -> Launches:
-    """Return a step's launches by name. With `padded`, lanes without samples are left as they are."""
-    shapes, learns, batch, pooled2 = kind.shapes, kind.part is not None, kind.shapes.batch, kind.shapes.pooled2
+def launches(config: StepConfig, buf: Buffers, tiles: Tiles, lanes: int, padded: bool, samples: Samples) -> Launches:
+    """Return a step's launches by name. With `padded`, lanes without samples do not change."""
+    shapes, learns, batch, pooled2 = config.shapes, config.part is not None, config.shapes.batch, config.shapes.pooled2
     features, outputs, classes, size = shapes.features, shapes.outputs, shapes.classes, shapes.size
-    parts, product = HIDDEN.value // tiles.dense.size, product_of(kind.precision)
-    layers = convolutions(kind, at, tiles, lanes, padded)
-    rule = (at.theta, at.velocity, at.anchor, at.drift, at.moving, at.numbers)
+    parts, product = HIDDEN.value // tiles.dense.size, dot_precision(config.precision)
+    layers = convolutions(config, buf, tiles, lanes, padded)
+    rule = (buf.theta, buf.velocity, buf.anchor, buf.drift, buf.moving, buf.numbers)
 
     def dense() -> None:
         columns, depth, warps, stages = tiles.dense
         forward.dense[parts, lanes](
-            at.pooled2, at.count, at.theta, at.hidden, at.logits,
+            buf.pooled2, buf.count, buf.theta, buf.hidden, buf.logits,
             size, batch, features, outputs, columns, depth, learns, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
     def answer() -> None:
         forward.answer[lanes,](
-            at.logits, at.count, at.step, at.found, at.steps * batch,
+            buf.logits, buf.count, buf.step, buf.predictions, buf.steps * batch,
             batch, outputs, classes, parts)  # fmt: skip
 
     def head() -> None:
         columns, _, warps, stages = tiles.head
         backward.head[HIDDEN.value // columns, lanes](
-            at.hidden, at.logits, at.labels, at.count, at.loss, *rule, at.dh,
+            buf.hidden, buf.logits, buf.labels, buf.count, buf.loss, *rule, buf.dh,
             size, batch, features, outputs, classes, parts, columns,
-            kind.base, kind.part != "base", kind.rule, padded, product,
+            config.base, config.part != "base", config.rule, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
     def dense_backward() -> None:
         columns, depth, warps, stages = tiles.dense_backward
         backward.dense_backward[features // columns, lanes](
-            at.pooled2, at.arg2, at.dh, at.count, *rule, at.d2, at.bias2,
-            size, batch, features, pooled2, columns, depth, kind.rule, padded, product,
+            buf.pooled2, buf.arg2, buf.dh, buf.count, *rule, buf.d2, buf.bias2,
+            size, batch, features, pooled2, columns, depth, config.rule, padded, product,
             num_warps=warps, num_stages=stages)  # fmt: skip
 
     steps: Launches = {"conv1": layers["conv1"], "conv2": layers["conv2"], "dense": dense}
     steps["head" if learns else "answer"] = head if learns else answer
-    if kind.base:
+    if config.base:
         steps["dense_backward"] = dense_backward
         steps |= {name: layers[name] for name in ("conv2_inputs", "weights_backward")}
     splits = splits_of(shapes, tiles)
-    return steps | {"update": lambda: _update(kind, at, lanes, splits, kind.base, padded, samples)}
+    return steps | {"update": lambda: _update(config, buf, lanes, splits, config.base, padded, samples)}
 
 
-def refresh(kind: Kind, at: Buffers, lanes: int, samples: Samples) -> None:
-    """Make the copies of the weights, and lay out every lane's first batch."""
-    _update(kind, at, lanes, (0, 0), True, False, samples)
+def refresh(config: StepConfig, buf: Buffers, lanes: int, samples: Samples) -> None:
+    """Copy the weights for the products, and load every lane's first batch."""
+    _update(config, buf, lanes, (0, 0), True, False, samples)
 
 
 def _update(
-    kind: Kind, at: Buffers, lanes: int, splits: tuple[int, int], weights: bool, padded: bool, samples: Samples
+    config: StepConfig, buf: Buffers, lanes: int, splits: tuple[int, int], weights: bool, padded: bool, samples: Samples
 ) -> None:
-    shapes = kind.shapes
+    shapes = config.shapes
     backward.update[backward.MOVERS.value * weights + shapes.batch, lanes](
-        at.theta, at.velocity, at.anchor, at.drift, at.moving, at.numbers,
-        at.spread, at.taps, at.flipped, at.sums1, at.sums2, at.bias2,
-        at.order, at.counts, samples.x, samples.y, at.scale, at.shift,
-        at.step, at.x, at.count, at.awake, at.labels, at.steps,
+        buf.theta, buf.velocity, buf.anchor, buf.drift, buf.moving, buf.numbers,
+        buf.spread, buf.taps, buf.flipped, buf.sums1, buf.sums2, buf.bias2,
+        buf.order, buf.counts, samples.x, samples.y, buf.scale, buf.shift,
+        buf.step, buf.x, buf.count, buf.awake, buf.labels, buf.steps,
         shapes.size, shapes.batch, shapes.side, shapes.channels, shapes.pooled2, *splits,
-        weights, kind.rule, padded)  # fmt: skip
+        weights, config.rule, padded)  # fmt: skip

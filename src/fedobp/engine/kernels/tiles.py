@@ -1,7 +1,7 @@
-"""Tile shapes, one table a device: found by `python benchmarks/tune.py`, which prints an entry at a time.
+"""Tile shapes, one table per device: found by `python benchmarks/tune.py`, which prints entries of these tables.
 
-What is best depends on how many lanes there are: a few want many small tiles, so that every multiprocessor has one;
-many want large ones, which load less. Partial sums (splits) likewise.
+The best shapes depend on the number of lanes: few lanes need many small tiles, so that every multiprocessor has one;
+many lanes need large tiles, which load less. The same holds for partial sums (splits).
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """Rows or columns of a program's tile, its depth where it walks along one, and how the compiler deals with it."""
+    """Rows or columns of a program's tile, the depth of its inner loop, and the compiler's options."""
 
     size: int
     depth: int
@@ -19,20 +19,20 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiles:
-    """One set of tile shapes, for up to so many lanes."""
+    """The tile shapes for up to `lanes` lanes."""
 
     lanes: int
-    conv1: Tile  # `depth`: tiles that a program takes
+    conv1: Tile  # `depth`: tiles per program
     conv2: Tile
     dense: Tile
     head: Tile
     dense_backward: Tile
-    conv2_inputs: Tile  # `depth`: the side of the pixel blocks that are its rows
-    weights_backward: Tile  # rows of conv1's tiles (size), and of conv2's (depth)
+    conv2_inputs: Tile  # `depth`: the side of the pixel block of a row
+    weights_backward: Tile  # `size`: rows of conv1's tiles; `depth`: of conv2's
     splits: tuple[int, int]  # partial sums of conv1's and conv2's weight gradient
 
 
-EXACT = 16  # up to here there is a graph for each number of lanes, beyond it numbers are rounded up
+EXACT = 16  # up to this number of lanes there is a graph for each; beyond it, numbers are rounded up
 
 _MANY = 1 << 30
 _HOPPER = {
@@ -54,7 +54,7 @@ _HOPPER = {
         Tiles(_MANY, Tile(64, 7, 2, 2), Tile(64, 0, 4, 4), Tile(64, 64, 4, 5), Tile(128, 0, 4, 2),
               Tile(64, 64, 4, 3), Tile(128, 2, 8, 3), Tile(32, 32, 2, 2), (7, 2)),
     ),
-    # A check, not a race: small enough that no register is spilled, and not tuned.
+    # For checks, not for speed: not tuned, but small enough that no registers are spilled.
     "fp32": (
         Tiles(_MANY, Tile(32, 1, 8, 2), Tile(64, 0, 8, 3), Tile(32, 64, 4, 5), Tile(64, 0, 4, 2), Tile(64, 64, 8, 2),
               Tile(64, 2, 8, 3), Tile(32, 32, 8, 2), (28, 5)),
@@ -64,5 +64,5 @@ _DEVICES = {(9, 0): _HOPPER}
 
 
 def tiles_for(capability: tuple[int, int], precision: str) -> tuple[Tiles, ...] | None:
-    """Return a device's tile shapes, fewest lanes first; None where nobody has tuned them."""
+    """Return a device's tile shapes, fewest lanes first; None if there are none for this precision."""
     return _DEVICES.get(capability, {}).get(precision)

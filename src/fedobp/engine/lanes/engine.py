@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedobp.data import Split
+from fedobp.engine.batch_order import batches_of
 from fedobp.engine.client_pool import PoolJob
+from fedobp.engine.cuda_graphs import KINDS, Graphs
 from fedobp.engine.failures import caught, without_failures
-from fedobp.engine.graphs import KINDS, Graphs
 from fedobp.engine.kernels import fused_for
 from fedobp.engine.lanes.phases import Phase, PhaseResult
 from fedobp.engine.lanes.trainer import Trainer, order_key
@@ -27,7 +28,6 @@ from fedobp.engine.lanes.vectorised import Vectorised
 from fedobp.engine.lanes.workers import Workers
 from fedobp.engine.precision import autocast
 from fedobp.engine.protocol import Counters, PersonalModels, Prepared
-from fedobp.engine.schedule import batches_of
 from fedobp.engine.stack import Columns, Forward, Grouped, stacked
 from fedobp.keys import Purpose, fold
 from fedobp.method import Client, CohortUpdate, Sweep, Train

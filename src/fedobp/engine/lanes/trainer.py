@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fedobp.engine.batch_order import batches_of, orders, share_of
+from fedobp.engine.cuda_graphs import Graphs
 from fedobp.engine.failures import refuse_batch_norm
-from fedobp.engine.graphs import Graphs
 from fedobp.engine.lanes.phases import Lane, Phase, PhaseResult, rule_of, scaling_of
 from fedobp.engine.lanes.vectorised import Vectorised, ids_of
 from fedobp.engine.lanes.workers import Workers
 from fedobp.engine.protocol import Counters
-from fedobp.engine.schedule import batches_of, orders, share_of
 from fedobp.engine.sgd import run_steps, training
 from fedobp.engine.stack import Forward
 from fedobp.method import Train

@@ -14,12 +14,12 @@ from torch.nn import functional
 from torch.utils import _pytree as trees
 
 from fedobp.data import FederatedData
+from fedobp.engine.batch_order import SUBSET, batches_of, orders, step_key
+from fedobp.engine.cuda_graphs import Graphs
 from fedobp.engine.failures import refuse_batch_norm
-from fedobp.engine.graphs import Graphs
+from fedobp.engine.im2col import patched
 from fedobp.engine.lanes.phases import Lane, rule_of, scaling_of, stacked_part
-from fedobp.engine.patches import patched
 from fedobp.engine.precision import autocast
-from fedobp.engine.schedule import SUBSET, batches_of, orders, step_key
 from fedobp.engine.sgd import Make, Rule, Step, move, run_steps, scaled
 from fedobp.method import Batch, Client
 from fedobp.models import Model

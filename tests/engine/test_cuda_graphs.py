@@ -12,8 +12,8 @@ from lanes_cases import CHANGES, FAST, PHASES, Plan, agree, made, played, uses_l
 
 from fedobp.algorithms import Sweep
 from fedobp.engine import Lanes, Serial
+from fedobp.engine.cuda_graphs import KINDS, Graphs, padded_lanes
 from fedobp.engine.fit import active, descend, training
-from fedobp.engine.graphs import KINDS, Graphs, rounded
 from fedobp.engine.stack import Grouped, stacked
 from fedobp.engine.vectorised import Vectorised
 from fedobp.models import Model
@@ -75,10 +75,10 @@ def flat(moving):
 
 
 def test_rounded_sizes_are_few_and_waste_little():
-    sizes = [rounded(lanes) for lanes in range(1, 257)]
+    sizes = [padded_lanes(lanes) for lanes in range(1, 257)]
     assert sizes == sorted(sizes)
     assert all(lanes <= size <= 1.25 * lanes for lanes, size in enumerate(sizes, start=1))
-    assert [rounded(size) for size in sizes] == sizes
+    assert [padded_lanes(size) for size in sizes] == sizes
     assert sizes[:8] == list(range(1, 9))
     assert len(set(sizes)) < 100
 
@@ -140,9 +140,9 @@ class Counted(Graphs):
 
     made = 0
 
-    def _captured(self, buffers, lanes):
+    def _capture(self, buffers, lanes):
         self.made += 1
-        return super()._captured(buffers, lanes)
+        return super()._capture(buffers, lanes)
 
 
 @ALL
@@ -157,7 +157,7 @@ def test_replaying_equals_stepping_through_rounds_of_all_sizes(used):
         descend(*plain, steps, MAKE)
         torch.testing.assert_close(flat(stack[1]), flat(plain[1]), rtol=0, atol=1e-12)
         torch.testing.assert_close(stack[1]["loss"], plain[1]["loss"], rtol=0, atol=1e-12)
-        assert slots == BATCH * sum(map(rounded, active(steps)))
+        assert slots == BATCH * sum(map(padded_lanes, active(steps)))
 
 
 def test_graphs_are_made_once_for_each_size():
@@ -184,7 +184,7 @@ def test_the_kinds_that_were_used_last_are_kept():
     graphs, stack = Counted(), stack_of([2, 2])
     for kind in [*range(KINDS), 0, KINDS, 0, 1]:
         graphs.descend(kind, *deepcopy(stack), [2, 2], MAKE)
-    assert [key[0] for key in graphs._kept] == [*range(3, KINDS), KINDS, 0, 1]
+    assert [key[0] for key in graphs._cache] == [*range(3, KINDS), KINDS, 0, 1]
     assert graphs.made == KINDS + 2
 
 
@@ -193,7 +193,7 @@ def test_what_was_there_before_plays_no_role():
     steps, used = [3, 2, 2], RULES["everything"]
     graphs, stack = Graphs(), stack_of(steps, used)
     graphs.descend("kind", *stack_of([9] * 12, used, seed=1), [9] * 12, MAKE)
-    [kept] = graphs._kept.values()
+    [kept] = graphs._cache.values()
     tensors = [*kept.given["rule"].values(), kept.given["std"], *kept.moving["tensors"].values(), kept.moving["loss"]]
     for tensor in tensors:
         tensor.fill_(True if tensor.dtype == torch.bool else torch.nan)
@@ -215,7 +215,7 @@ def replaying(monkeypatch):
         return self._graphs.descend(lanes[0].phase.kind, given, moving, plan, steps, make)
 
     monkeypatch.setattr(Vectorised, "_descend", replayed)
-    monkeypatch.setattr("fedobp.engine.graphs.rounded", lambda lanes: -(-lanes // 3) * 3)
+    monkeypatch.setattr("fedobp.engine.cuda_graphs.padded_lanes", lambda lanes: -(-lanes // 3) * 3)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # buffers are for one stack at a time
 
 
@@ -248,7 +248,7 @@ def test_graphs_go_with_their_engine_and_wait_for_no_collection(phases):
     engine = Lanes(model, CASE_BATCH)
     played(engine, model, [Plan(phases)])
     kept = weakref.ref(engine._graphs)
-    assert kept()._kept
+    assert kept()._cache
     gc.disable()
     try:
         del engine

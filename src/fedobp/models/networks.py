@@ -1,4 +1,4 @@
-"""The networks: ordinary modules whose last layer is called `classifier`. Inputs are [B, C, H, W] or [B, features]."""
+"""The networks: ordinary modules with a last layer called `classifier`. Inputs are [B, C, H, W] or [B, features]."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -14,13 +14,13 @@ NETS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {}
 def register(
     name: str,
 ) -> Callable[[Callable[[Sequence[int], int], nn.Module]], Callable[[Sequence[int], int], nn.Module]]:
-    """Make a network known under a name: a function of (input shape, classes) that returns a fresh module."""
+    """Register a network under a name: a function of (input shape, classes) that returns a new module."""
 
-    def keep(build: Callable[[Sequence[int], int], nn.Module]) -> Callable[[Sequence[int], int], nn.Module]:
+    def add(build: Callable[[Sequence[int], int], nn.Module]) -> Callable[[Sequence[int], int], nn.Module]:
         NETS[name] = build
         return build
 
-    return keep
+    return add
 
 
 def _image(name: str, shape: Sequence[int], smallest: int) -> tuple[int, int, int]:
@@ -86,7 +86,7 @@ def cnn_small(shape: Sequence[int], classes: int) -> nn.Module:
 
 @register("mlp")
 def mlp(shape: Sequence[int], classes: int) -> nn.Module:
-    """Return a perceptron with one hidden layer of 128, for tables and for images alike."""
+    """Return a perceptron with one hidden layer of 128, for tables and images."""
     return nn.Sequential(
         OrderedDict(
             flatten=nn.Flatten(),

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fedobp.engine.schedule as schedule_module
-from fedobp.engine.schedule import batches, batches_of, orders, share_of, step_key, subset
+import fedobp.engine.batch_order as batch_order_module
+from fedobp.engine.batch_order import batches, batches_of, orders, share_of, step_key, subset
 from fedobp.keys import fold
 
 
@@ -113,7 +113,7 @@ def test_samples_whose_hashes_tie_keep_their_order(monkeypatch, spread, top):
             key = key * 5 + torch.as_tensor(part) * 3
         return top - key.remainder(spread)
 
-    monkeypatch.setattr(schedule_module, "fold", few)
+    monkeypatch.setattr(batch_order_module, "fold", few)
     monkeypatch.setattr("fedobp.keys.fold", few)
     n, epochs, keys = (7, 0, 10, 1, 4), (2, 1, 1, 3, 2), torch.tensor([1, 2, 3, 4, 5])
     found = orders(keys, n, epochs, 3)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
-from fedobp.engine.patches import PatchConv2d, PatchProduct, fits, patched
+from fedobp.engine.im2col import PatchConv2d, PatchProduct, patched, supports_im2col
 from fedobp.models import Model
 
 LANES, SAMPLES = 3, 4
@@ -174,5 +174,5 @@ def test_only_layers_that_it_knows_are_changed():
         hooked, Twice(2, 5, 3), layer(4, 4, groups=2), layer(stride=2), layer(dilation=2), layer(padding="same"),
         layer(padding=1, padding_mode="circular"), nn.Conv1d(2, 5, 3), nn.Linear(2, 3),
     ]  # fmt: skip
-    assert not any(map(fits, others))
-    assert all(map(fits, CASES))
+    assert not any(map(supports_im2col, others))
+    assert all(map(supports_im2col, CASES))

@@ -1,4 +1,4 @@
-"""BatchNorm as a pure function: its running statistics are part of a model's vector, and padding does not count."""
+"""BatchNorm as a pure function: its running statistics are part of a model's vector, and padding is ignored."""
 
 from collections.abc import Iterator
 from typing import cast
@@ -11,31 +11,31 @@ _STATISTICS = (".running_mean", ".running_var")
 
 
 def is_statistic(name: str) -> bool:
-    """Say whether a tensor is a running statistic, which training moves without a gradient."""
+    """Return whether a tensor is a running statistic, which training updates without a gradient."""
     return name.endswith(_STATISTICS)
 
 
-def norms_of(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
-    """Yield the BatchNorm layers of a module."""
+def batch_norm_layers(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    """Yield the BatchNorm layers of a module, with their names."""
     return ((name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm))
 
 
-class Norm(nn.Module):
+class PureBatchNorm(nn.Module):
     """A BatchNorm layer with the same tensors.
 
-    With `sample_weight` (1 a sample, 0 padding) it is in training: it uses the batch's mean and variance, and leaves in
-    `seen` what the running ones become.
+    With `sample_weight` (1 for a sample, 0 for padding) it is in training mode: it normalises by the batch's mean and
+    variance, and stores the new running statistics in `updated`.
     """
 
     def __init__(self, like: _BatchNorm) -> None:
         super().__init__()
-        self.weight, self.bias, self._eps, self._share = like.weight, like.bias, like.eps, cast(float, like.momentum)
+        self.weight, self.bias, self._eps, self._momentum = like.weight, like.bias, like.eps, cast(float, like.momentum)
         self.running_mean: Tensor
         self.running_var: Tensor
         self.register_buffer("running_mean", like.running_mean)
         self.register_buffer("running_var", like.running_var)
         self.sample_weight: Tensor | None = None
-        self.seen: tuple[Tensor, ...] = ()
+        self.updated: tuple[Tensor, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise each channel."""
@@ -48,20 +48,20 @@ class Norm(nn.Module):
             variance = ((x - mean.view(shape)).square() * real).sum(axes) / count
             old = self.running_mean, self.running_var
             new = mean.detach(), variance.detach() * count / (count - 1)
-            self.seen = tuple(a + self._share * (b - a) for a, b in zip(old, new, strict=True))
+            self.updated = tuple(a + self._momentum * (b - a) for a, b in zip(old, new, strict=True))
         out = (x - mean.view(shape)) * (variance.view(shape) + self._eps).rsqrt()
         return out if self.weight is None else out * self.weight.view(shape) + self.bias.view(shape)
 
 
-def pure(module: nn.Module) -> nn.Module:
-    """Return a module, in place, with `Norm` for every BatchNorm."""
-    for name, layer in list(norms_of(module)):
+def with_pure_batch_norm(module: nn.Module) -> nn.Module:
+    """Replace every BatchNorm of a module by `PureBatchNorm`, in place, and return the module."""
+    for name, layer in list(batch_norm_layers(module)):
         parent, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(parent), leaf, Norm(layer))
+        setattr(module.get_submodule(parent), leaf, PureBatchNorm(layer))
     return module
 
 
-def statistics_of(module: nn.Module) -> Tensor:
-    """Return the new running statistics after a pass in training, in the order in which they lie in the vector."""
-    layers = [layer for layer in module.modules() if isinstance(layer, Norm)]
-    return torch.cat([value for layer in layers for value in layer.seen])
+def updated_statistics(module: nn.Module) -> Tensor:
+    """Return the new running statistics after a forward pass in training mode, in the order of the vector."""
+    layers = [layer for layer in module.modules() if isinstance(layer, PureBatchNorm)]
+    return torch.cat([value for layer in layers for value in layer.updated])

@@ -1,0 +1,174 @@
+"""A model: an ordinary module, seen by the rest of the library as one flat vector with a layout."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedobp.errors import FedobpError, unknown
+from fedobp.models.batch_norm import (
+    PureBatchNorm,
+    batch_norm_layers,
+    is_statistic,
+    updated_statistics,
+    with_pure_batch_norm,
+)
+from fedobp.models.layout import Layout
+from fedobp.models.networks import NETS
+from fedobp.models.per_sample import RecordingLinear, linear_layers, with_recording
+
+
+class Model:
+    """A network for inputs of one shape: its layout, its initial vector, and ordinary modules on demand."""
+
+    def __init__(self, name: str, shape: Sequence[int], classes: int) -> None:
+        if name not in NETS:
+            raise unknown("model", name, NETS)
+        self.name, self.shape, self.classes = name, tuple(shape), classes
+        try:
+            module = self._build(seed=0)
+        except RuntimeError as error:
+            if "can't allocate memory" not in str(error):
+                raise
+            size = "x".join(map(str, self.shape))
+            raise FedobpError(
+                f"model '{name}' for inputs of shape {size} needs more memory than there is: choose another --model, "
+                "or import smaller inputs"
+            ) from error
+        self._check(module)
+        self.linear = linear_layers(module, torch.zeros(2, *self.shape))
+        self.structure, self._threads = with_pure_batch_norm(module), threading.local()
+        tensors = _tensors(module)
+        self.layout = Layout(tuple(tensors), tuple(tuple(tensor.shape) for tensor in tensors.values()))
+
+    def _build(self, seed: int) -> nn.Module:
+        # Default initialisation draws from torch's global generator: seed it, and restore its state afterwards.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            return NETS[self.name](self.shape, self.classes)
+
+    def _check(self, module: nn.Module) -> None:
+        """Raise an error for modules that a flat vector with keyed randomness cannot represent."""
+        if not any(Layout.in_head(name) for name, _ in module.named_parameters()):
+            raise FedobpError(f"model '{self.name}' has no layer called `classifier`: name its last layer so")
+        norms = dict(batch_norm_layers(module))
+        if any(name.rpartition(".")[0] not in norms for name, _ in module.named_buffers()):
+            raise FedobpError(f"model '{self.name}' has buffers other than BatchNorm's, which are not supported")
+        if any(layer.momentum is None or not layer.track_running_stats for layer in norms.values()):
+            raise FedobpError(
+                f"model '{self.name}' has a BatchNorm without running statistics or without a fixed momentum"
+            )
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            before = torch.get_rng_state()
+            try:
+                module(torch.zeros(2, *self.shape))
+            except RuntimeError as error:
+                raise FedobpError(f"model '{self.name}' does not take inputs of shape {self.shape}: {error}") from error
+            if not torch.equal(before, torch.get_rng_state()):
+                raise FedobpError(f"model '{self.name}' draws random numbers (dropout?), which no run could repeat")
+
+    def initial(self, seed: int) -> Tensor:
+        """Return theta^0: torch's default initialisation after seeding with `seed`, in float32."""
+        return self.layout.flatten(_tensors(self._build(seed)))
+
+    def module(self, theta: Tensor | None = None) -> nn.Module:
+        """Return a fresh, ordinary module; with a vector, its parameters hold a copy of that vector's values."""
+        module = self._build(seed=0)
+        if theta is not None:
+            module.to(device=theta.device, dtype=theta.dtype)
+            self.load(module, theta)
+        return module
+
+    def like(self, change: Callable[[nn.Module], nn.Module]) -> "Model":
+        """Return a model with the same layout, whose module is `change` of a copy of this one's."""
+        other = copy(self)
+        other.structure, other._threads = change(deepcopy(self.structure)), threading.local()
+        return other
+
+    def logits(self, theta: Tensor, x: Tensor) -> Tensor:
+        """Return the logits of the network with parameters `theta`: a pure function, for custom losses."""
+        return self.apply(self.layout.views(theta), x)
+
+    def features(self, theta: Tensor, x: Tensor) -> Tensor:
+        """Return the inputs of the classifier: the outputs of the base."""
+        if not hasattr(self._threads, "base"):
+            self._threads.base = deepcopy(self.structure)
+            self._threads.base.classifier = nn.Identity()
+        base = {name: tensor for name, tensor in self.layout.views(theta).items() if not self.layout.in_head(name)}
+        return cast(Tensor, functional_call(self._threads.base, base, (x,)))
+
+    def probed(
+        self, tensors: Mapping[str, Tensor], offsets: Mapping[str, Tensor], x: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the logits with offsets added to the outputs of the layers in `linear`, and these layers' inputs."""
+        if not hasattr(self._threads, "probed"):
+            self._threads.probed = with_recording(deepcopy(self.structure), self.linear)
+        module = self._threads.probed
+        given = {**tensors, **{f"{name}.offset": offset for name, offset in offsets.items()}}
+        layers = {name: cast(RecordingLinear, module.get_submodule(name)) for name in self.linear}
+        try:
+            logits = cast(Tensor, functional_call(module, given, (x,)))
+            return logits, {name: layer.inputs for name, layer in layers.items()}
+        finally:
+            for layer in layers.values():
+                layer.inputs = torch.zeros(0)
+
+    def head(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the classifier's weight [..., classes, features] and bias [..., classes]."""
+        if not isinstance(layer := self.structure.classifier, nn.Linear) or layer.bias is None:
+            raise FedobpError(
+                f"this method needs a classifier that is one linear layer with a bias, and that of '{self.name}' is not"
+            )
+        tensors = self.layout.views(theta)
+        return tensors["classifier.weight"], tensors["classifier.bias"]
+
+    def with_head(self, theta: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return a vector with the classifier replaced."""
+        base, _ = self.layout.split(theta)
+        return self.layout.join(base, torch.cat([weight.flatten(-2), bias], dim=-1))
+
+    def trained(self, theta: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits in training mode, with BatchNorm over the batch, and the new running statistics.
+
+        `weight` is 1 for a sample and 0 for padding.
+        """
+        module = self._thread_module()
+        norms = [layer for layer in module.modules() if isinstance(layer, PureBatchNorm)]
+        try:
+            for layer in norms:
+                layer.sample_weight = weight
+            logits = functional_call(module, self.layout.views(theta), (x,))
+            return cast(Tensor, logits), updated_statistics(module)
+        finally:
+            for layer in norms:
+                layer.sample_weight, layer.updated = None, ()
+
+    def _thread_module(self) -> nn.Module:
+        # `functional_call` swaps a module's parameters while it runs: each thread needs its own copy.
+        if not hasattr(self._threads, "module"):
+            self._threads.module = deepcopy(self.structure)
+        return cast(nn.Module, self._threads.module)
+
+    def apply(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Return the logits of the network with the given parameters, by name."""
+        return cast(Tensor, functional_call(self._thread_module(), dict(tensors), (x,)))
+
+    def load(self, module: nn.Module, theta: Tensor) -> None:
+        """Copy a vector's values into a module's parameters and statistics."""
+        with torch.no_grad():
+            for tensor, values in zip(_tensors(module).values(), self.layout.views(theta).values(), strict=True):
+                tensor.copy_(values)
+
+    def read(self, module: nn.Module) -> Tensor:
+        """Return a module's parameters and statistics as a vector."""
+        return self.layout.flatten(_tensors(module))
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model's vector: all parameters, and after them BatchNorm's running statistics."""
+    statistics = {name: buffer for name, buffer in module.named_buffers() if is_statistic(name)}
+    return {**dict(module.named_parameters()), **statistics}

@@ -1,0 +1,159 @@
+"""`Model`: initialisation, modules and vectors, features and heads, and the networks that it refuses."""
+
+import pytest
+import torch
+from torch import nn
+
+from fedobp.errors import FedobpError
+from fedobp.models import NETS, Model, register
+
+
+class Buffered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        return x
+
+
+def test_initial_is_torchs_default_initialisation_after_seeding():
+    model = Model("cnn-small", (1, 8, 8), 10)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(42)
+        expected = torch.cat([p.detach().reshape(-1) for p in NETS["cnn-small"]((1, 8, 8), 10).parameters()])
+    assert model.initial(42).equal(expected)
+    assert model.initial(42).equal(Model("cnn-small", (1, 8, 8), 10).initial(42))
+    assert not model.initial(43).equal(expected)
+    assert expected.dtype == torch.float32
+    assert not model.initial(42).requires_grad
+
+
+def test_torchs_global_generator_is_left_as_it_was():
+    before = torch.get_rng_state()
+    model = Model("mlp", (4,), 2)
+    model.module(model.initial(5))
+    assert torch.get_rng_state().equal(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_module_holds_a_copy_of_the_vector_in_its_dtype(dtype):
+    model = Model("mlp", (4,), 2)
+    theta = torch.arange(model.layout.size, dtype=dtype)
+    module = model.module(theta)
+    assert all(p.dtype == dtype and p.requires_grad for p in module.parameters())
+    assert model.read(module).equal(theta)
+    with torch.no_grad():
+        next(module.parameters()).zero_()
+    assert theta.equal(torch.arange(model.layout.size, dtype=dtype))
+
+
+def test_load_and_read_are_inverse():
+    model = Model("mlp", (4,), 2)
+    module = model.module()
+    model.load(module, model.initial(9))
+    assert model.read(module).equal(model.initial(9))
+    assert not model.read(module).requires_grad
+    assert module.state_dict().keys() == dict.fromkeys(model.layout.names).keys()
+
+
+def test_a_model_remembers_what_it_was_made_for():
+    model = Model("mlp", [4], 2)
+    assert (model.name, model.shape, model.classes) == ("mlp", (4,), 2)
+
+
+def test_modules_are_fresh():
+    model = Model("mlp", (4,), 2)
+    one, other = model.module(), model.module()
+    with torch.no_grad():
+        next(one.parameters()).fill_(7)
+    assert not (next(other.parameters()) == 7).any()
+
+
+def test_a_registered_network_is_a_model_even_with_its_classifier_first(registered):
+    name = registered(classifier=nn.Linear(2, 3), rest=nn.Linear(3, 3, bias=False))
+    model = Model(name, (2,), 3)
+    assert model.layout.names == ("classifier.weight", "classifier.bias", "rest.weight")
+    assert model.layout.is_head().tolist() == [True] * 9 + [False] * 9
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(("name", "near"), [("cnn_small", "cnn-small"), ("CNN", "cnn"), ("mpl", "mlp")])
+def test_an_unknown_model_is_refused_with_its_near_miss(name, near):
+    with pytest.raises(FedobpError, match=rf"unknown model '{name}': did you mean '{near}'\?"):
+        Model(name, (1, 28, 28), 10)
+
+
+@pytest.mark.parametrize(
+    ("layers", "complaint"),
+    [
+        ({"fc": nn.Linear(2, 2)}, "has no layer called `classifier`"),
+        ({"classifiers": nn.Linear(2, 2)}, "has no layer called `classifier`"),
+        (
+            {"norm": nn.BatchNorm1d(2, momentum=None), "classifier": nn.Linear(2, 2)},
+            "has a BatchNorm without running statistics",
+        ),
+        (
+            {"norm": nn.BatchNorm1d(2, track_running_stats=False), "classifier": nn.Linear(2, 2)},
+            "has a BatchNorm without running statistics",
+        ),
+        ({"norm": Buffered(), "classifier": nn.Linear(2, 2)}, "has buffers other than BatchNorm's"),
+        ({"drop": nn.Dropout(0.5), "classifier": nn.Linear(2, 2)}, "draws random numbers"),
+        ({"deep": nn.Sequential(nn.AlphaDropout(0.5)), "classifier": nn.Linear(2, 2)}, "draws random numbers"),
+    ],
+)
+def test_a_network_that_one_vector_cannot_hold_is_refused(layers, complaint, registered):
+    with pytest.raises(FedobpError, match=f"model 'made-up' {complaint}"):
+        Model(registered(**layers), (2,), 2)
+
+
+def test_group_norm_is_welcome(registered):
+    name = registered(norm=nn.GroupNorm(1, 2), classifier=nn.Linear(2, 2))
+    assert Model(name, (2,), 2).layout.size == 2 + 2 + 4 + 2
+
+
+def test_a_network_that_draws_in_its_forward_pass_is_refused():
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.classifier = nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.classifier(nn.functional.dropout(x, 0.5, self.training))
+
+    register("hidden-dropout")(lambda shape, classes: Hidden())
+    try:
+        with pytest.raises(FedobpError, match="draws random numbers"):
+            Model("hidden-dropout", (4,), 2)
+        with pytest.raises(FedobpError, match="does not take inputs of shape"):
+            Model("hidden-dropout", (5,), 2)
+    finally:
+        del NETS["hidden-dropout"]
+
+
+# Features and heads.
+
+
+@pytest.mark.parametrize("name", ["cnn-small", "mlp"])
+def test_a_head_on_features_is_the_model(name):
+    model = Model(name, (1, 8, 8), 3)
+    theta, x = model.initial(1), torch.randn(5, 1, 8, 8)
+    weight, bias = model.head(theta)
+    torch.testing.assert_close(model.features(theta, x) @ weight.T + bias, model.logits(theta, x))
+    assert (weight.shape, bias.shape) == ((3, 128), (3,))
+
+
+def test_a_head_can_be_exchanged_for_one_or_for_many():
+    model = Model("mlp", (4,), 3)
+    theta, other = (torch.stack([model.initial(seed), model.initial(seed + 1)]) for seed in (0, 5))
+    changed = model.with_head(theta, *model.head(other))
+    assert torch.equal(changed, model.layout.join(model.layout.split(theta)[0], model.layout.split(other)[1]))
+    assert torch.equal(model.with_head(theta[0], *model.head(other[0])), changed[0])
+
+
+def test_a_head_that_is_no_linear_layer_is_named(registered):
+    name = registered(flatten=nn.Flatten(), classifier=nn.Linear(4, 2, bias=False))
+    with pytest.raises(FedobpError, match="one linear layer with a bias"):
+        Model(name, (4,), 2).head(torch.zeros(8))
