@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fedobp.data import Dataset, digest, load_partition, partition, partition_settings, save_partition
-from fedobp.data.kinds import Change
 from fedobp.data.partition import Shard
+from fedobp.data.partitioners import Change
 from fedobp.errors import FedobpError
 
 Y = np.arange(60) % 3
@@ -205,7 +205,7 @@ def test_arrays_that_are_no_partition_are_refused_whatever_their_hash(saved, arr
     about = json.loads(saved.with_suffix(".json").read_text())
     sizes, held_out = {**ARRAYS, **arrays}["sizes"], {**ARRAYS, **arrays}["held_out"]
     changed_json(saved, settings={"clients": len(sizes), "holdout_clients": int(np.sum(held_out))})
-    monkeypatch.setattr("fedobp.data.artefact._digest", lambda *_: about["hash"])
+    monkeypatch.setattr("fedobp.data.partition_file._digest", lambda *_: about["hash"])
     with pytest.raises(FedobpError, match="does not have the content"):
         load_partition(saved, dataset())
 
@@ -214,7 +214,7 @@ def test_sound_arrays_with_the_right_hash_are_taken(saved, monkeypatch):
     np.savez(saved.with_suffix(".npz"), ids=np.array([1, 2, 3]), **ARRAYS)
     about = json.loads(saved.with_suffix(".json").read_text())
     changed_json(saved, settings={"clients": 1, "holdout_clients": 0})
-    monkeypatch.setattr("fedobp.data.artefact._digest", lambda *_: about["hash"])
+    monkeypatch.setattr("fedobp.data.partition_file._digest", lambda *_: about["hash"])
     [shard] = load_partition(saved, dataset())
     assert (shard.train.tolist(), shard.test.tolist()) == ([1, 2], [3])
 

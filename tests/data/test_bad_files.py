@@ -33,7 +33,7 @@ def scarce(monkeypatch):
     """A function that leaves so many bytes of memory free."""
 
     def leave(size):
-        monkeypatch.setattr("fedobp.data.memory.available", lambda: float(size))
+        monkeypatch.setattr("fedobp.data.free_memory.available", lambda: float(size))
 
     return leave
 
@@ -311,7 +311,7 @@ def test_a_partition_of_impossible_numbers_is_refused_even_with_the_right_hash(s
     arrays[key][0] = value
     np.savez(saved.with_suffix(".npz"), **arrays)
     monkeypatch.setattr(
-        "fedobp.data.artefact._digest", lambda *_: json.loads(Path(f"{saved}.json").read_text())["hash"]
+        "fedobp.data.partition_file._digest", lambda *_: json.loads(Path(f"{saved}.json").read_text())["hash"]
     )
     with pytest.raises(FedobpError, match="does not have the content that its json file names"):
         load_partition(saved, digits)
@@ -329,7 +329,7 @@ def test_a_partition_is_saved_whole_or_not_at_all(tmp_path, digits, monkeypatch)
     def full(*_):
         raise FedobpError("no room")
 
-    monkeypatch.setattr("fedobp.data.artefact.write_json", full)
+    monkeypatch.setattr("fedobp.data.partition_file.write_json", full)
     with pytest.raises(FedobpError, match="no room"):
         save_partition(tmp_path / "mine", digits, partition(digits.y, 4), {})
     assert not list(tmp_path.glob("mine*"))

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedobp.data import PARTITIONS, Dataset, changed, data_dir, kinds, load, partition
-from fedobp.data.artefact import digest
-from fedobp.data.kinds import Change
+from fedobp.data import PARTITIONS, Dataset, changed, data_dir, load, partition, partitioners
+from fedobp.data.partition_file import digest
+from fedobp.data.partitioners import Change
 from fedobp.errors import FedobpError
 
 NATURAL = np.arange(1797) * 7 % 20  # of the digits: 20 clients, with 89 or 90 samples each
@@ -325,7 +325,7 @@ def test_what_cannot_be_rotated_is_refused(shape):
 
 def test_other_partitions_change_nothing(digits):
     assert changed(digits, partition(digits.y, 10)) is digits
-    assert partition(digits.y, 3, kind="iid")[0].change == Change() == kinds.UNCHANGED
+    assert partition(digits.y, 3, kind="iid")[0].change == Change() == partitioners.UNCHANGED
 
 
 # Clients that are held out.

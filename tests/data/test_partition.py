@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedobp.data import data_dir, kinds, load, partition
+from fedobp.data import data_dir, load, partition, partitioners
 from fedobp.errors import FedobpError
 
 
@@ -51,7 +51,7 @@ def draws(monkeypatch):
             drawn.append(len(alpha))
             return super().dirichlet(alpha)
 
-    monkeypatch.setattr(kinds, "RandomState", Counting)
+    monkeypatch.setattr(partitioners, "RandomState", Counting)
     return drawn
 
 

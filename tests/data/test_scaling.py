@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import fedobp
-from fedobp.data import KNOWN, Dataset, way_of
-from fedobp.data import scaling as room
-from fedobp.data.scaling import scaling
+from fedobp.data import KNOWN, Dataset, normalization, way_of
+from fedobp.data.normalization import scaling
 from fedobp.errors import FedobpError
 
 
@@ -125,8 +124,8 @@ def plain(x):
 @given(x=arrays.arrays(np.uint8, SHAPES), values=st.integers(1, 200))
 def test_bytes_give_the_plain_moments_whatever_the_parts(x, values):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "_VALUES", values)
-        mean, std = room._moments(x, everyone(x))
+        patch.setattr(normalization, "_VALUES", values)
+        mean, std = normalization._moments(x, everyone(x))
     expected = plain(x)
     np.testing.assert_allclose(mean, expected[0], rtol=1e-13)
     np.testing.assert_allclose(std, expected[1], rtol=1e-12, atol=1e-12)
@@ -137,21 +136,21 @@ def test_bytes_give_the_plain_moments_whatever_the_parts(x, values):
 @given(x=arrays.arrays(np.float32, SHAPES, elements=st.floats(-1000, 1000, width=32)), values=st.integers(1, 200))
 def test_floats_give_the_plain_moments_whatever_the_parts(x, values):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "_VALUES", values)
-        mean, std = room._moments(x, everyone(x))
+        patch.setattr(normalization, "_VALUES", values)
+        mean, std = normalization._moments(x, everyone(x))
     np.testing.assert_allclose(mean, plain(x)[0], rtol=1e-12, atol=1e-10)
     np.testing.assert_allclose(std, plain(x)[1], rtol=1e-9, atol=1e-10)
 
 
 def test_a_small_deviation_far_from_zero_is_not_lost():
     x = np.array([[2.0**20], [2.0**20 + 0.125]], np.float32)
-    mean, std = room._moments(x, everyone(x))
+    mean, std = normalization._moments(x, everyone(x))
     assert (mean.tolist(), std.tolist()) == ([2.0**20 + 0.0625], [0.0625])
 
 
 def test_only_the_training_parts_count():
     x = np.array([[1], [9], [3], [200]], np.uint8)
-    assert [moment.tolist() for moment in room._moments(x, np.array([0, 2]))] == [[2], [1]]
+    assert [moment.tolist() for moment in normalization._moments(x, np.array([0, 2]))] == [[2], [1]]
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
@@ -159,7 +158,7 @@ def test_moments_need_no_second_copy_of_the_data(dtype):
     x = np.ones((4000, 100, 100), dtype)
     x[:2000] = 3
     tracemalloc.start()
-    mean, std = room._moments(x, everyone(x))
+    mean, std = normalization._moments(x, everyone(x))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (mean.tolist(), std.tolist()) == ([2], [1])

@@ -1,15 +1,15 @@
 """Data: datasets by name, partitions over clients, and client data as tensors."""
 
-from fedobp.data.artefact import digest, load_partition, partition_settings, save_partition
-from fedobp.data.bring import bring
 from fedobp.data.datasets import Dataset, Info, catalogue, data_dir, describe, label_sizes, load, names, store
+from fedobp.data.defaults import flags_to_run, suited
 from fedobp.data.federated import FederatedData, Split
 from fedobp.data.fetch import fetch
-from fedobp.data.kinds import PARTITIONS
-from fedobp.data.known import KNOWN
+from fedobp.data.importers import bring
+from fedobp.data.normalization import way_of
 from fedobp.data.partition import Shard, changed, partition
-from fedobp.data.scaling import way_of
-from fedobp.data.suited import flags_to_run, suited
+from fedobp.data.partition_file import digest, load_partition, partition_settings, save_partition
+from fedobp.data.partitioners import PARTITIONS
+from fedobp.data.registry import KNOWN
 
 __all__ = [
     "KNOWN", "PARTITIONS", "Dataset", "FederatedData", "Info", "Shard", "Split", "bring", "catalogue", "changed",

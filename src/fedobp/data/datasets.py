@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedobp.data.known import KNOWN
-from fedobp.data.memory import room_for
+from fedobp.data.free_memory import room_for
 from fedobp.data.npz import npz_shapes, read_npz
+from fedobp.data.registry import KNOWN
 from fedobp.data.sources import installed, read
 from fedobp.errors import FedobpError, short, unknown
 from fedobp.files import replacing, unwritable

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fedobp.data.datasets import Dataset
-from fedobp.data.memory import require
+from fedobp.data.free_memory import require
+from fedobp.data.normalization import scaling, way_of
 from fedobp.data.partition import Shard
-from fedobp.data.scaling import scaling, way_of
 from fedobp.transfer import send
 
 Split = Literal["train", "val", "test"]

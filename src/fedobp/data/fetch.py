@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedobp.data.datasets import EMBEDDED, Info, describe, store
-from fedobp.data.memory import room_for
+from fedobp.data.free_memory import room_for
 from fedobp.data.sources import SOURCES, File, installed, read
 from fedobp.errors import FedobpError, short, unknown
 from fedobp.files import regular, unwritable

@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedobp.data.memory import require
+from fedobp.data.free_memory import require
 from fedobp.data.npz import read_npz
 
 Arrays = dict[str, NDArray[Any]]

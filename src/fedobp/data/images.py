@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedobp.data.memory import room_for
+from fedobp.data.free_memory import room_for
 from fedobp.errors import FedobpError, first_line, short
 from fedobp.files import regular
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedobp.data.known import KNOWN
-from fedobp.data.memory import room_for
+from fedobp.data.free_memory import room_for
+from fedobp.data.registry import KNOWN
 from fedobp.errors import FedobpError, first_line, short
 from fedobp.files import regular
 

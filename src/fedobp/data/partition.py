@@ -7,7 +7,7 @@ import numpy as np
 from numpy.random import default_rng
 
 from fedobp.data.datasets import Dataset
-from fedobp.data.kinds import PARTITIONS, UNCHANGED, Change, Given, Indices
+from fedobp.data.partitioners import PARTITIONS, UNCHANGED, Change, Given, Indices
 from fedobp.errors import FedobpError, unknown
 from fedobp.options import Option
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedobp.data.free_memory import require, room_for
 from fedobp.data.images import Images
-from fedobp.data.known import KNOWN
-from fedobp.data.memory import require, room_for
+from fedobp.data.registry import KNOWN
 from fedobp.errors import FedobpError, first_line, short, unknown
 from fedobp.files import regular
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedobp.data.datasets import Dataset
-from fedobp.data.known import KNOWN
+from fedobp.data.registry import KNOWN
 from fedobp.errors import FedobpError, unknown
 
 WAYS = ("dataset", "train", "none", "as-published")

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedobp.data.datasets import Dataset
-from fedobp.data.kinds import Change
-from fedobp.data.memory import room_for
+from fedobp.data.free_memory import room_for
 from fedobp.data.npz import read_npz
 from fedobp.data.partition import Shard
+from fedobp.data.partitioners import Change
 from fedobp.errors import FedobpError, short
 from fedobp.files import regular, replacing, unwritable, write_json
 

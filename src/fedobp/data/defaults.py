@@ -8,9 +8,9 @@ from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
 
 from fedobp.data.datasets import Dataset
-from fedobp.data.kinds import SMALLEST
-from fedobp.data.known import KNOWN
 from fedobp.data.partition import TEST_SHARE
+from fedobp.data.partitioners import SMALLEST
+from fedobp.data.registry import KNOWN
 
 _CLIENTS = 100  # the paper's number, and the most that is chosen
 _SAMPLES = 50  # for a client, on average

@@ -7,8 +7,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from fedobp.data.datasets import Dataset, store, vacant
+from fedobp.data.free_memory import room_for
 from fedobp.data.images import read_images
-from fedobp.data.memory import room_for
 from fedobp.data.npz import read_npz
 from fedobp.data.tables import numbers_or_texts, read_csv, read_parquet, read_saved
 from fedobp.errors import FedobpError, first_line, short, unknown
