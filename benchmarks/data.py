@@ -19,11 +19,11 @@ import numpy as np
 from serial import median_seconds
 
 from fedobp import Config, Federation
-from fedobp.data import KNOWN, fetch, load, partition
+from fedobp.data import REGISTRY, fetch, load, partition
 from fedobp.data.sources import SOURCES
 
 EMNIST_TRAIN = 697_932
-EMNIST_BYTES = KNOWN["emnist"].samples * 28 * 28
+EMNIST_BYTES = REGISTRY["emnist"].samples * 28 * 28
 
 
 def opening(folder: Path) -> None:
@@ -47,7 +47,7 @@ def make_emnist(path: Path) -> None:
     """Write a file like EMNIST's: as many samples, and images with as much in them."""
     random = np.random.default_rng(0)
     with zipfile.ZipFile(path, "w") as archive:
-        for part, count in (("train", EMNIST_TRAIN), ("test", KNOWN["emnist"].samples - EMNIST_TRAIN)):
+        for part, count in (("train", EMNIST_TRAIN), ("test", REGISTRY["emnist"].samples - EMNIST_TRAIN)):
             name = f"gzip/emnist-byclass-{part}"
             with archive.open(f"{name}-images-idx3-ubyte.gz", "w") as member, gzip.open(member, "wb", 1) as images:
                 images.write(bytes((0, 0, 8, 3)) + b"".join(n.to_bytes(4, "big") for n in (count, 28, 28)))

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedobp.algorithms import Moment
 from fedobp.config import Config
 from fedobp.course import Course, cohorts
-from fedobp.data import KNOWN, Dataset, FederatedData, data_dir, describe
+from fedobp.data import REGISTRY, Dataset, FederatedData, data_dir, describe
 from fedobp.engine import (
     Budget,
     Counters,
@@ -153,7 +153,7 @@ def noise(name: str, shape: Sequence[int], samples: int, classes: int) -> Datase
 def stand_in(config: Config) -> Dataset | None:
     """Return random images in the shape and number of a known dataset whose file is not there."""
     info = describe(config.dataset, data_dir(config.data_dir))
-    return None if info.available else noise(info.name, info.shape, KNOWN[info.name].samples, info.classes)
+    return None if info.available else noise(info.name, info.shape, REGISTRY[info.name].samples, info.classes)
 
 
 def steps_by_round(config: Config, data: FederatedData, who: Iterable[Tensor] | None = None) -> list[int]:
@@ -355,7 +355,7 @@ class _Session:
             tested, some = tested + len(shard.test), some + 1
         data = self._data
         if some < len(self._shards):
-            data = data.dealt_again(self._dataset, self._shards[:some])
+            data = data.repartitioned(self._dataset, self._shards[:some])
         trial = Trial(self._config, self._model, data, Budget())
         took = trial.evaluate(engine)
         if self._device.type == "cuda" or took < self._left(end):  # the first time is slower than all others

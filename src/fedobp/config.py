@@ -124,7 +124,15 @@ class Config:
 
     def _fill_in(self) -> None:
         """Decide what depends on the dataset, and check names that only their rooms know."""
-        from fedobp.data import KNOWN, PARTITIONS, data_dir, describe, label_sizes, suited, way_of
+        from fedobp.data import (
+            PARTITIONERS,
+            REGISTRY,
+            data_dir,
+            default_clients_and_alpha,
+            describe,
+            label_sizes,
+            normalization_for,
+        )
         from fedobp.evaluation import protocol
         from fedobp.models import NETS
 
@@ -141,24 +149,24 @@ class Config:
             defaults |= {"clients": 100, "participation": 0.1, "rounds": 400, "model": _model_for(info.shape)}
         if self.partition == "natural" and info.clients:
             defaults["clients"] = info.clients
-        elif self.dataset not in KNOWN and None in (self.clients, self.alpha):
-            clients, alpha = suited(label_sizes(self.dataset, folder), self.clients, self.alpha)
+        elif self.dataset not in REGISTRY and None in (self.clients, self.alpha):
+            clients, alpha = default_clients_and_alpha(label_sizes(self.dataset, folder), self.clients, self.alpha)
             defaults |= {"clients": clients, "alpha": alpha}
         rounds: Any = self.rounds or defaults["rounds"]
         for name, value in {**defaults, "partition_seed": self.seed, "eval_every": max(1, rounds // 20)}.items():
             if getattr(self, name) is None:
                 self._set(name, value)
-        for kind, name, known in (("partition", self.partition, PARTITIONS), ("model", self.model, NETS)):
+        for kind, name, known in (("partition", self.partition, PARTITIONERS), ("model", self.model, NETS)):
             if name not in known:
                 raise unknown(kind, name, known)
-        dealt = PARTITIONS[self.partition].configure(self.partition_options)
+        dealt = PARTITIONERS[self.partition].configure(self.partition_options)
         self._set("partition_options", {spec.name: getattr(dealt, spec.name) for spec in dealt.options()})
         if self.trainers < 1:
             raise FedobpError(
                 f"--holdout-clients {self.holdout_clients} leaves nobody of {self.clients} clients to train: hold out "
                 "fewer"
             )
-        self._set("normalize", way_of(self.dataset, self.normalize))
+        self._set("normalize", normalization_for(self.dataset, self.normalize))
         protocol(self.protocol, self.rounds)
 
     def _take_partition(self, path: Path) -> None:
@@ -200,13 +208,13 @@ class Config:
     def _settle_method(self) -> None:
         """Resolve the method's options; the paper tuned q for its CNN under its partition, and only there."""
         from fedobp.algorithms import blaming, method_class
-        from fedobp.data import KNOWN
+        from fedobp.data import REGISTRY
 
         method = method_class(self.method)
         names = [spec.name for spec in method.options()]
         options = dict(self.options)
-        if "q" in names and self.model == "cnn" and self.partition == "dirichlet" and self.dataset in KNOWN:
-            published = KNOWN[self.dataset].q.get(self.alpha)
+        if "q" in names and self.model == "cnn" and self.partition == "dirichlet" and self.dataset in REGISTRY:
+            published = REGISTRY[self.dataset].q.get(self.alpha)
             options = options if published is None else {"q": published, **options}
         with blaming(method):
             configured = method.configure(options)

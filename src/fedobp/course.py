@@ -109,7 +109,7 @@ class Run(Course):
         head = f"# Partition {partition}\n{side_by_side(launch)}"
         self.folder = RunFolder(out, head + config.to_toml()) if out else None
         self.partition = partition  # its hash
-        self.about = {"method": config.method, "model": config.model, **self.data.about()}
+        self.about = {"method": config.method, "model": config.model, **self.data.metadata()}
         self.cohorts = cohorts(config)
         self.coming = [self.moment(0, torch.tensor([]))]
         self.turns: list[Moment] = []

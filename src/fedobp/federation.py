@@ -18,13 +18,13 @@ from fedobp.data import (
     Dataset,
     FederatedData,
     Shard,
-    changed,
     data_dir,
     describe,
-    digest,
     load,
     load_partition,
     partition,
+    partition_hash,
+    with_client_inputs,
 )
 from fedobp.engine import Budget, Engine, Lanes, Serial, caught, dtype_of, memory_of
 from fedobp.errors import FedobpError, described
@@ -66,7 +66,7 @@ def deal(config: Config, dataset: Dataset | None = None) -> tuple[Dataset, list[
             holdout=config.holdout_clients,
             natural=dataset.clients,
         )
-    return changed(dataset, shards), shards
+    return with_client_inputs(dataset, shards), shards
 
 
 class Federation:
@@ -86,12 +86,12 @@ class Federation:
             self._dataset, self.data, self.partition = beside._dataset, beside.data, beside.partition
             if _partition(beside.config) != _partition(config):
                 _, shards = deal(config, self._dataset)
-                self.data = beside.data.dealt_again(self._dataset, shards, config.normalize)
-                self.partition = digest(self._dataset, shards)
+                self.data = beside.data.repartitioned(self._dataset, shards, config.normalize)
+                self.partition = partition_hash(self._dataset, shards)
         else:
             self._dataset, shards = deal(config)
             self.data = FederatedData(self._dataset, shards, device, dtype, config.normalize)
-            self.partition = digest(self._dataset, shards)
+            self.partition = partition_hash(self._dataset, shards)
         self.model = Model(config.model, self.data.shape, self.data.classes)
 
     def run(

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from fedobp.errors import FedobpError, short
 
-_KINDS = {
+_FILE_TYPES = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -29,31 +29,31 @@ def regular(path: Path) -> Path:
         raise FedobpError(f"cannot read {short(path, 200)} ({reason}): give the path of a file") from error
     if kind != stat.S_IFREG:
         raise FedobpError(
-            f"{short(path, 200)} is {_KINDS.get(kind, 'something else')}, not a file: put an ordinary file there"
+            f"{short(path, 200)} is {_FILE_TYPES.get(kind, 'something else')}, not a file: put an ordinary file there"
         )
     return path
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a file that takes the path's place when it is complete, and vanishes if it does not get there."""
-    beside = _beside(path)
+    temporary = _temporary_path(path)
     try:
         try:
-            with beside.open("wb") as file:
+            with temporary.open("wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(path)
+            temporary.replace(path)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise unwritable(path, error) from error
 
 
 def write(path: Path, content: bytes) -> None:
     """Write a whole file, or nothing."""
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(content)
 
 
@@ -62,29 +62,29 @@ def write_new(path: Path, content: bytes) -> None:
 
     A run's folder is claimed this way, by the file that says what runs there.
     """
-    beside = _beside(path)
+    temporary = _temporary_path(path)
     try:
         try:
-            with beside.open("wb") as file:
+            with temporary.open("wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             try:
-                os.link(beside, path)
+                os.link(temporary, path)
             except FileExistsError:
                 raise
             except OSError:  # a file system without hard links: as exclusive, though a reader may find half of it
                 with path.open("xb") as file:
                     file.write(content)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
     except FileExistsError as error:
         raise taken(path) from error
     except OSError as error:
         raise unwritable(path, error) from error
 
 
-def _beside(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     """Return a name in the same folder that nobody else writes to."""
     return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
 

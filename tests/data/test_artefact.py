@@ -7,9 +7,9 @@ import zipfile
 import numpy as np
 import pytest
 
-from fedobp.data import Dataset, digest, load_partition, partition, partition_settings, save_partition
+from fedobp.data import Dataset, load_partition, partition, partition_hash, partition_settings, save_partition
 from fedobp.data.partition import Shard
-from fedobp.data.partitioners import Change
+from fedobp.data.partitioners import InputChange
 from fedobp.errors import FedobpError
 
 Y = np.arange(60) % 3
@@ -49,7 +49,7 @@ def test_a_partition_comes_back_as_it_was(saved, shards):
 def test_two_files_are_written_and_the_json_says_what_they_are(saved, shards):
     assert sorted(path.name for path in saved.parent.iterdir()) == ["four.json", "four.npz"]
     about = json.loads(saved.with_suffix(".json").read_text())
-    assert about["hash"] == digest(dataset(), shards)
+    assert about["hash"] == partition_hash(dataset(), shards)
     assert (about["dataset"]["name"], about["dataset"]["samples"]) == ("mine", 60)
     assert about["settings"] == SETTINGS
 
@@ -81,7 +81,9 @@ def test_the_hash_is_that_of_labels_and_content_by_hand():
     labels = hashlib.sha256(b"[3, 5, 2, [[3]]]" + whole(0, 1, 1)).hexdigest()
     shapes = b"[[3], [1, 3], [1], [1], [1], [1]]]"
     content = whole(2, 0, 1) + whole(2, 0, 1) + whole(0) + whole(0) + whole(0) + whole(0)
-    assert digest(mine, [shard]) == hashlib.sha256(b'["' + labels.encode() + b'", ' + shapes + content).hexdigest()
+    assert (
+        partition_hash(mine, [shard]) == hashlib.sha256(b'["' + labels.encode() + b'", ' + shapes + content).hexdigest()
+    )
 
 
 def test_the_hash_sees_everything(shards):
@@ -90,16 +92,16 @@ def test_the_hash_sees_everything(shards):
     others = [
         [Shard(two, one, three)],
         [Shard(one, np.array([], dtype=np.int64), np.array([2, 3]))],
-        [Shard(one, two, three, Change(turns=1))],
-        [Shard(one, two, three, Change(noise=0.1))],
-        [Shard(one, two, three, Change(seed=1))],
+        [Shard(one, two, three, InputChange(turns=1))],
+        [Shard(one, two, three, InputChange(noise=0.1))],
+        [Shard(one, two, three, InputChange(seed=1))],
         [Shard(one, two, three, held_out=True)],
         [Shard(one, two, three), Shard(*[np.array([], dtype=np.int64)] * 3)],
     ]
-    found = {digest(dataset(), other) for other in [first, *others]}
-    found |= {digest(dataset(Y[::-1]), first), digest(dataset(shape=(4, 5)), first)}
+    found = {partition_hash(dataset(), other) for other in [first, *others]}
+    found |= {partition_hash(dataset(Y[::-1]), first), partition_hash(dataset(shape=(4, 5)), first)}
     assert len(found) == len(others) + 3
-    assert digest(dataset(name="yours"), first) == digest(dataset(), first)
+    assert partition_hash(dataset(name="yours"), first) == partition_hash(dataset(), first)
 
 
 # What is refused.
@@ -205,7 +207,7 @@ def test_arrays_that_are_no_partition_are_refused_whatever_their_hash(saved, arr
     about = json.loads(saved.with_suffix(".json").read_text())
     sizes, held_out = {**ARRAYS, **arrays}["sizes"], {**ARRAYS, **arrays}["held_out"]
     changed_json(saved, settings={"clients": len(sizes), "holdout_clients": int(np.sum(held_out))})
-    monkeypatch.setattr("fedobp.data.partition_file._digest", lambda *_: about["hash"])
+    monkeypatch.setattr("fedobp.data.partition_file._content_hash", lambda *_: about["hash"])
     with pytest.raises(FedobpError, match="does not have the content"):
         load_partition(saved, dataset())
 
@@ -214,7 +216,7 @@ def test_sound_arrays_with_the_right_hash_are_taken(saved, monkeypatch):
     np.savez(saved.with_suffix(".npz"), ids=np.array([1, 2, 3]), **ARRAYS)
     about = json.loads(saved.with_suffix(".json").read_text())
     changed_json(saved, settings={"clients": 1, "holdout_clients": 0})
-    monkeypatch.setattr("fedobp.data.partition_file._digest", lambda *_: about["hash"])
+    monkeypatch.setattr("fedobp.data.partition_file._content_hash", lambda *_: about["hash"])
     [shard] = load_partition(saved, dataset())
     assert (shard.train.tolist(), shard.test.tolist()) == ([1, 2], [3])
 

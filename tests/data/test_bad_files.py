@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fedobp import Config, Federation, Model
-from fedobp.data import bring, catalogue, describe, fetch, load, load_partition, partition, save_partition
+from fedobp.data import describe, fetch, import_dataset, list_datasets, load, load_partition, partition, save_partition
 from fedobp.data.datasets import parse
-from fedobp.data.images import Images
+from fedobp.data.images import ImageArray
 from fedobp.errors import FedobpError
 
 TABLE, LABELS = np.arange(24, dtype=np.float32).reshape(8, 3), np.arange(8) % 4
@@ -33,7 +33,7 @@ def scarce(monkeypatch):
     """A function that leaves so many bytes of memory free."""
 
     def leave(size):
-        monkeypatch.setattr("fedobp.data.free_memory.available", lambda: float(size))
+        monkeypatch.setattr("fedobp.data.free_memory.free_bytes", lambda: float(size))
 
     return leave
 
@@ -85,11 +85,11 @@ def test_any_header_gives_a_sentence(folder, key, version, text):
     folder.mkdir()
     archive(folder / "mine.npz", **{key: header(text, TABLE.tobytes(), version)})
     np.savez(folder / "good.npz", x=TABLE, y=LABELS)
-    for ask in (load, describe, lambda name, folder: bring("other", folder / f"{name}.npz", folder)):
+    for ask in (load, describe, lambda name, folder: import_dataset("other", folder / f"{name}.npz", folder)):
         with pytest.raises(FedobpError, match=r"mine.npz cannot be read as an npz file of plain arrays") as caught:
             ask("mine", folder)
         assert len(str(caught.value)) < 600
-    found = {info.name: info.available for info in catalogue(folder)}
+    found = {info.name: info.available for info in list_datasets(folder)}
     assert (found["mine"], found["good"]) == (False, True)
 
 
@@ -118,7 +118,7 @@ def test_running_out_of_memory_is_said(folder, tmp_path, monkeypatch, place):
     folder.mkdir()
     np.savez(folder / "mine.npz", x=TABLE, y=LABELS)
     monkeypatch.setattr(place, out_of_memory)
-    for ask in (load, lambda name, folder: bring("other", folder / f"{name}.npz", folder)):
+    for ask in (load, lambda name, folder: import_dataset("other", folder / f"{name}.npz", folder)):
         with pytest.raises(
             FedobpError, match=r"more memory than there is .*: use fewer or smaller samples, or a machi"
         ):
@@ -151,7 +151,7 @@ def test_arrays_of_strange_types_are_refused(folder, arrays, sentence):
         load("mine", folder)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
-    assert [info.name for info in catalogue(folder)][-1] == "mine"
+    assert [info.name for info in list_datasets(folder)][-1] == "mine"
 
 
 # Images.
@@ -233,8 +233,8 @@ def test_in_the_data_folder_it_is_no_dataset(folder, make):
         with pytest.raises(FedobpError, match=r"mine.npz"):
             ask("mine", folder)
     with pytest.raises(FedobpError, match="'mine' exists already"):
-        bring("mine", folder / "good.npz", folder)
-    assert [(info.name, info.available) for info in catalogue(folder)][-2:] == [("good", True), ("mine", False)]
+        import_dataset("mine", folder / "good.npz", folder)
+    assert [(info.name, info.available) for info in list_datasets(folder)][-2:] == [("good", True), ("mine", False)]
 
 
 @anything_but_a_file
@@ -311,7 +311,7 @@ def test_a_partition_of_impossible_numbers_is_refused_even_with_the_right_hash(s
     arrays[key][0] = value
     np.savez(saved.with_suffix(".npz"), **arrays)
     monkeypatch.setattr(
-        "fedobp.data.partition_file._digest", lambda *_: json.loads(Path(f"{saved}.json").read_text())["hash"]
+        "fedobp.data.partition_file._content_hash", lambda *_: json.loads(Path(f"{saved}.json").read_text())["hash"]
     )
     with pytest.raises(FedobpError, match="does not have the content that its json file names"):
         load_partition(saved, digits)
@@ -354,7 +354,7 @@ WORDY = {
 def test_a_long_text_is_shortened(folder, tmp_path, text):
     (tmp_path / "t.csv").write_bytes(text.encode())
     with pytest.raises(FedobpError) as caught:
-        bring("mine", tmp_path / "t.csv", folder)
+        import_dataset("mine", tmp_path / "t.csv", folder)
     assert len(str(caught.value)) < 4000  # fifty names of a table's columns at most, each shortened
     assert "\n" not in str(caught.value)
 
@@ -399,7 +399,7 @@ def test_damage_gives_data_or_a_sentence(tmp_path, kind, cut, changes):
     path.write_bytes(content)
     (tmp_path / "data/mine.npz").unlink(missing_ok=True)
     try:
-        Images(1).add("it", bytes(content)) if kind == "png" else bring("mine", path, tmp_path / "data")
+        ImageArray(1).add("it", bytes(content)) if kind == "png" else import_dataset("mine", path, tmp_path / "data")
     except FedobpError as error:
         assert "\n" not in str(error)  # noqa: PT017 (any outcome but another exception is right)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fedobp.data import Info, bring, data_dir, describe, load, names
+from fedobp.data import Info, data_dir, dataset_names, describe, import_dataset, load
 from fedobp.data.datasets import parse
 from fedobp.errors import FedobpError
 
@@ -65,12 +65,12 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
 
 
 def test_names_are_the_known_ones_and_then_the_imported_ones_sorted(folder, source):
-    known = names(folder)
+    known = dataset_names(folder)
     assert {"digits", "mnist", "fmnist", "emnist", "cifar10", "cifar100", "svhn"} < set(known)
     for name in ("zebras", "ants.v2"):
-        bring(name, source(x=TABLE, y=LABELS), folder)
-    bring("mnist", source(x=IMAGES, y=LABELS), folder)
-    assert names(folder) == [*known, "ants.v2", "zebras"]
+        import_dataset(name, source(x=TABLE, y=LABELS), folder)
+    import_dataset("mnist", source(x=IMAGES, y=LABELS), folder)
+    assert dataset_names(folder) == [*known, "ants.v2", "zebras"]
 
 
 # What is stored comes back.
@@ -97,7 +97,7 @@ def test_digits_need_no_file(folder):
     ids=["grey", "colour", "table"],
 )
 def test_inputs_come_back_as_they_were(folder, source, x):
-    returned = bring("mine", source(x=x, y=LABELS), folder)
+    returned = import_dataset("mine", source(x=x, y=LABELS), folder)
     for dataset in (returned, load("mine", folder)):
         np.testing.assert_array_equal(dataset.x, x)
         assert dataset.x.dtype == x.dtype
@@ -108,19 +108,19 @@ def test_inputs_come_back_as_they_were(folder, source, x):
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16])
 def test_other_floats_become_float32(folder, source, dtype):
-    bring("mine", source(x=TABLE.astype(dtype) / 7, y=LABELS), folder)
+    import_dataset("mine", source(x=TABLE.astype(dtype) / 7, y=LABELS), folder)
     loaded = load("mine", folder)
     assert loaded.x.dtype == np.float32
     np.testing.assert_array_equal(loaded.x, (TABLE.astype(dtype) / 7).astype(np.float32))
 
 
 def test_labels_may_be_a_column(folder, source):
-    bring("mine", source(x=TABLE, y=LABELS[:, None].astype(np.uint8)), folder)
+    import_dataset("mine", source(x=TABLE, y=LABELS[:, None].astype(np.uint8)), folder)
     assert load("mine", folder).y.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
 def test_labels_are_numbered_in_ascending_order_and_keep_their_names(folder, source):
-    bring("mine", source(x=TABLE, y=np.array([7, -3, 7, 100, 100, -3, 7, 7])), folder)
+    import_dataset("mine", source(x=TABLE, y=np.array([7, -3, 7, 100, 100, -3, 7, 7])), folder)
     loaded = load("mine", folder)
     assert loaded.y.tolist() == [1, 0, 1, 2, 2, 0, 1, 1]
     assert loaded.labels == (-3, 7, 100)
@@ -132,25 +132,25 @@ def test_labels_are_numbered_in_ascending_order_and_keep_their_names(folder, sou
 @pytest.mark.parametrize("n_train", [0, 5, 8])
 @pytest.mark.parametrize("wrap", [np.int64, lambda n: np.array([n])], ids=["number", "array of one"])
 def test_the_official_split_is_kept(folder, source, n_train, wrap):
-    bring("mine", source(x=TABLE, y=LABELS, n_train=wrap(n_train)), folder)
+    import_dataset("mine", source(x=TABLE, y=LABELS, n_train=wrap(n_train)), folder)
     assert load("mine", folder).n_train == n_train
 
 
 def test_a_known_dataset_has_all_its_classes_even_those_that_do_not_occur(folder, source):
-    bring("organamnist", source(x=IMAGES, y=np.full(8, 4)), folder)
+    import_dataset("organamnist", source(x=IMAGES, y=np.full(8, 4)), folder)
     loaded = load("organamnist", folder)
     assert loaded.classes == 11
     assert loaded.y.tolist() == [4] * 8
 
 
 def test_a_known_grey_dataset_may_carry_a_channel_axis(folder, source):
-    bring("mnist", source(x=IMAGES[..., None], y=LABELS), folder)
+    import_dataset("mnist", source(x=IMAGES[..., None], y=LABELS), folder)
     assert load("mnist", folder).x.shape == (8, 28, 28, 1)
 
 
 def test_a_compressed_file_is_read_too(folder, tmp_path):
     np.savez_compressed(tmp_path / "small.npz", x=TABLE, y=LABELS)
-    bring("mine", tmp_path / "small.npz", folder)
+    import_dataset("mine", tmp_path / "small.npz", folder)
     np.testing.assert_array_equal(load("mine", folder).x, TABLE)
 
 
@@ -203,7 +203,7 @@ REFUSED = {
 @pytest.mark.parametrize(("name", "arrays", "sentence"), REFUSED.values(), ids=REFUSED)
 def test_bad_arrays_are_refused_with_a_reason(folder, source, name, arrays, sentence):
     with pytest.raises(FedobpError, match=sentence):
-        bring(name, source(**arrays), folder)
+        import_dataset(name, source(**arrays), folder)
     assert files(folder) == {}
 
 
@@ -269,7 +269,7 @@ def test_a_file_that_is_no_npz_is_refused_with_its_path(folder, tmp_path, conten
     path = tmp_path / "source.npz"
     path.write_bytes(content)
     with pytest.raises(FedobpError, match=r"source.npz cannot be read as an npz file of plain arrays .*: save it anew"):
-        bring("mine", path, folder)
+        import_dataset("mine", path, folder)
     assert files(folder) == {}
 
 
@@ -300,7 +300,7 @@ def test_pickles_are_named_as_the_reason_and_never_run(folder, tmp_path, pickled
     folder.mkdir()
     arrays = {"x": TABLE, "y": LABELS, pickled: np.array([Bomb(), Bomb()], dtype=object)}
     np.savez(folder / "mine.npz", **arrays)
-    asked = [lambda: bring("other", folder / "mine.npz", folder), lambda: load("mine", folder)]
+    asked = [lambda: import_dataset("other", folder / "mine.npz", folder), lambda: load("mine", folder)]
     if pickled == "y":  # of x, only the header is read for a description
         asked.append(lambda: describe("mine", folder))
     for ask in asked:
@@ -314,7 +314,7 @@ def test_a_zip_of_other_things_has_no_x(folder, tmp_path):
     with zipfile.ZipFile(tmp_path / "source.npz", "w") as archive:
         archive.writestr("readme.txt", "hello")
     with pytest.raises(FedobpError, match=r"source\.npz|no array 'x'"):
-        bring("mine", tmp_path / "source.npz", folder)
+        import_dataset("mine", tmp_path / "source.npz", folder)
 
 
 def test_a_known_dataset_without_a_file_says_how_to_get_it(folder):
@@ -349,28 +349,28 @@ def test_an_unknown_name_suggests_the_nearest(folder, ask):
 @pytest.mark.parametrize("name", ["", "Mine", "a/b", "../up", ".hidden", "-x", "a b", "ä", "mine\n"])
 def test_a_name_that_is_no_plain_file_name_is_refused(folder, source, name):
     with pytest.raises(FedobpError, match="cannot name a dataset: use lower-case letters"):
-        bring(name, source(x=TABLE, y=LABELS), folder)
+        import_dataset(name, source(x=TABLE, y=LABELS), folder)
     assert files(folder) == {}
 
 
 def test_an_existing_dataset_is_not_overwritten(folder, source):
-    bring("mine", source(x=TABLE, y=LABELS), folder)
+    import_dataset("mine", source(x=TABLE, y=LABELS), folder)
     before = files(folder)
     with pytest.raises(FedobpError, match=r"'mine' exists already: import under another name, or remove .*mine.npz"):
-        bring("mine", source(x=TABLE + 1, y=LABELS), folder)
+        import_dataset("mine", source(x=TABLE + 1, y=LABELS), folder)
     assert files(folder) == before
 
 
 def test_the_digits_name_is_reserved(folder, source):
     with pytest.raises(FedobpError, match="'digits' is built in: import under another name"):
-        bring("digits", source(x=np.zeros((8, 8, 8), np.uint8), y=LABELS), folder)
+        import_dataset("digits", source(x=np.zeros((8, 8, 8), np.uint8), y=LABELS), folder)
     assert files(folder) == {}
 
 
 def test_a_folder_that_cannot_be_made_is_refused(source, tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(FedobpError, match="file"):
-        bring("mine", source(x=TABLE, y=LABELS), tmp_path / "file")
+        import_dataset("mine", source(x=TABLE, y=LABELS), tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -382,7 +382,7 @@ def test_a_write_that_fails_leaves_no_file(folder, source, monkeypatch):
     path = source(x=TABLE, y=LABELS)
     monkeypatch.setattr(np, "savez", full)
     with pytest.raises((OSError, FedobpError), match="No space"):
-        bring("mine", path, folder)
+        import_dataset("mine", path, folder)
     assert files(folder) == {}
 
 
@@ -398,12 +398,12 @@ def test_describe_the_digits(folder):
 
 
 def test_describe_a_present_dataset(folder, source):
-    dataset = bring("mine", source(x=TABLE, y=np.array([7, -3, 7, 100, 100, -3, 7, 7])), folder)
+    dataset = import_dataset("mine", source(x=TABLE, y=np.array([7, -3, 7, 100, 100, -3, 7, 7])), folder)
     assert describe("mine", folder) == dataset.info == Info("mine", 8, (3,), 3, available=True)
 
 
 def test_describe_a_present_known_dataset_counts_all_its_classes(folder, source):
-    bring("mnist", source(x=IMAGES, y=LABELS), folder)
+    import_dataset("mnist", source(x=IMAGES, y=LABELS), folder)
     assert describe("mnist", folder) == Info("mnist", 8, (28, 28), 10, available=True)
 
 

@@ -123,7 +123,7 @@ def test_about_tells_how_to_scale_elsewhere():
     x = np.arange(5 * 2 * 2 * 3, dtype=np.uint8).reshape(5, 2, 2, 3)
     labels = (-3, 7)
     data = federated(Dataset("mine", x, np.arange(5) % 2, labels, 0), shard(train=[0, 1, 4], test=[2, 3]))
-    about = data.about()
+    about = data.metadata()
     assert tuple(about["input_shape"]) == (3, 2, 2)
     assert about["labels"] == [-3, 7]
     unit, mean, std = (np.array(about["scaling"][name]) for name in ("unit", "mean", "std"))
@@ -224,7 +224,7 @@ def test_held_out_clients_have_data_but_are_not_pooled_and_scale_nothing():
     parts = shard(train=[0, 1], test=[3]), replace(shard(train=[2], test=[4]), held_out=True)
     data = federated(dataset(x), *parts)
     assert (data.clients, data.trainers) == (2, 1)
-    assert [data.pool(split).tolist() for split in ("train", "val", "test")] == [[0, 1], [], [3]]
+    assert [data.pooled_ids(split).tolist() for split in ("train", "val", "test")] == [[0, 1], [], [3]]
     assert data.targets(1, "train").tolist() == [0]
     close(data.inputs(1, "train"), [[98.0]])  # scaled by mean 2 and deviation 1 of those that train
 
@@ -232,10 +232,10 @@ def test_held_out_clients_have_data_but_are_not_pooled_and_scale_nothing():
 def test_the_same_samples_dealt_again_are_those_of_a_new_deal(three):
     x = np.arange(40, dtype=np.float32).reshape(10, 4)
     parts = shard(train=[0, 1], test=[2, 3]), shard(train=[4, 5, 6, 7, 8, 9])
-    again, anew = three.dealt_again(dataset(x, classes=5), parts), federated(dataset(x, classes=5), *parts)
+    again, anew = three.repartitioned(dataset(x, classes=5), parts), federated(dataset(x, classes=5), *parts)
     assert again.x.data_ptr() == three.x.data_ptr()
     assert (again.clients, three.clients) == (2, 3)
-    assert again.about() == anew.about() != three.about()
+    assert again.metadata() == anew.metadata() != three.metadata()
     for client in range(2):
         assert torch.equal(again.inputs(client, "train"), anew.inputs(client, "train"))
         assert torch.equal(again.targets(client, "test"), anew.targets(client, "test"))

@@ -14,11 +14,11 @@ import pooch
 import pytest
 from official_files import official
 
-from fedobp.data import KNOWN, fetch, load
+from fedobp.data import REGISTRY, fetch, load
 from fedobp.data.sources import SOURCES
 from fedobp.errors import FedobpError
 
-NAMES = [name for name in KNOWN if name != "digits"]
+NAMES = [name for name in REGISTRY if name != "digits"]
 CONTENT = official("organamnist").files["organamnist.npz"]
 
 
@@ -137,8 +137,8 @@ def server(monkeypatch):
     """The server, with all named datasets on it in small, and no time to lose."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     module = sys.modules[fetch.__module__]
-    monkeypatch.setattr(module, "PAUSE", 0.0)
-    monkeypatch.setattr(module, "CHUNK", 50)
+    monkeypatch.setattr(module, "RETRY_PAUSE", 0.0)
+    monkeypatch.setattr(module, "CHUNK_SIZE", 50)
     server = Server()
     for name in NAMES:
         contents = official(name).files
@@ -188,7 +188,7 @@ def test_every_named_dataset_is_fetched(server, folder, name):
     np.testing.assert_array_equal(dataset.y, y)
     assert dataset.n_train == n_train
     assert dataset.info == info
-    assert (info.samples, info.shape, info.classes) == (len(y), KNOWN[name].shape, KNOWN[name].classes)
+    assert (info.samples, info.shape, info.classes) == (len(y), REGISTRY[name].shape, REGISTRY[name].classes)
     assert tree(folder) == [f"{name}.npz"]  # what was downloaded is no longer needed
     assert all(0 <= share <= 1 and what.startswith(f"{name}: ") for what, share in told)
     assert told[-1] == (f"{name}: unpacking", 1.0)
@@ -240,14 +240,14 @@ def test_a_file_that_ends_early_without_a_word_is_taken_up_again_where_its_size_
 
 def test_a_stalled_connection_is_given_up_and_taken_up_again(server, folder, monkeypatch):
     module = sys.modules[fetch.__module__]
-    patience = module.STALLED
+    patience = module.READ_TIMEOUT
 
     def stalled(*given):
-        monkeypatch.setattr(module, "STALLED", patience)  # of the next try
+        monkeypatch.setattr(module, "READ_TIMEOUT", patience)  # of the next try
         stall(120)(*given)
 
     for seconds in (0.2, 1.0, 5.0, 25.0):  # until the machine answers in less
-        monkeypatch.setattr(module, "STALLED", seconds)
+        monkeypatch.setattr(module, "READ_TIMEOUT", seconds)
         server.asked.clear()
         with suppress(FedobpError):
             assert organs(server, folder, stalled) == [None, "bytes=100-"]
@@ -304,7 +304,7 @@ def test_a_server_that_always_breaks_off_is_given_up(server, folder):
 
 
 def test_a_connection_on_which_nothing_ever_comes_is_given_up_at_once(server, folder, monkeypatch):
-    monkeypatch.setattr(sys.modules[fetch.__module__], "STALLED", 0.2)
+    monkeypatch.setattr(sys.modules[fetch.__module__], "READ_TIMEOUT", 0.2)
     server.orders = [stall(0)] * 99
     with pytest.raises(
         FedobpError, match=r"\(nothing came for 0\.2 s\): run `fedobp data fetch organamnist --data-dir .*` again, or"

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from official_files import TRAIN, cifar_record, idx, official, tarred, zipped
 
-from fedobp.data import KNOWN, formats
+from fedobp.data import REGISTRY, formats
 from fedobp.data.sources import SOURCES, read
 from fedobp.errors import FedobpError
 
-NAMES = [name for name in KNOWN if name != "digits"]
+NAMES = [name for name in REGISTRY if name != "digits"]
 
 
 @pytest.fixture
@@ -28,10 +28,10 @@ def put(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("piece", [1, 3, 4096])
+@pytest.mark.parametrize("chunk", [1, 3, 4096])
 @pytest.mark.parametrize("name", NAMES)
-def test_official_files_are_read_whole_in_order(put, monkeypatch, name, piece):
-    monkeypatch.setattr(formats, "PIECE", piece)
+def test_official_files_are_read_whole_in_order(put, monkeypatch, name, chunk):
+    monkeypatch.setattr(formats, "CHUNK", chunk)
     files, x, y, n_train = official(name)
     shares = []
     arrays = read(name, put(name, files), shares.append)
@@ -96,7 +96,7 @@ def test_svhns_label_10_is_the_digit_0(put):
 
 @settings(deadline=None, max_examples=30, derandomize=True)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 5), st.integers(1, 5), st.integers(1, 4))
-def test_idx_files_of_any_size_come_back(tmp_path_factory, trained, tested, height, width, piece):
+def test_idx_files_of_any_size_come_back(tmp_path_factory, trained, tested, height, width, chunk):
     folder = tmp_path_factory.mktemp("idx")
     x = np.arange((trained + tested) * height * width, dtype=np.uint8).reshape(-1, height, width)
     y = np.arange(trained + tested, dtype=np.uint8)
@@ -106,7 +106,7 @@ def test_idx_files_of_any_size_come_back(tmp_path_factory, trained, tested, heig
             paths.append(folder / str(len(paths)))
             paths[-1].write_bytes(gzip.compress(idx(array)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(formats, "PIECE", piece)
+        patch.setattr(formats, "CHUNK", chunk)
         arrays = formats.idx(paths, lambda share: None)
     np.testing.assert_array_equal(arrays["x"], x)
     assert arrays["y"].tolist() == y.tolist()

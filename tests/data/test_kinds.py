@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedobp.data import PARTITIONS, Dataset, changed, data_dir, load, partition, partitioners
-from fedobp.data.partition_file import digest
-from fedobp.data.partitioners import Change
+from fedobp.data import PARTITIONERS, Dataset, data_dir, load, partition, partitioners, with_client_inputs
+from fedobp.data.partition_file import partition_hash
+from fedobp.data.partitioners import InputChange
 from fedobp.errors import FedobpError
 
 NATURAL = np.arange(1797) * 7 % 20  # of the digits: 20 clients, with 89 or 90 samples each
 LABELS = np.repeat(np.arange(10), 6000)
-COMPLETE = sorted(set(PARTITIONS) - {"dirichlet"})  # those that succeed on any of the labels below
+COMPLETE = sorted(set(PARTITIONERS) - {"dirichlet"})  # those that succeed on any of the labels below
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +64,13 @@ def test_every_sample_is_on_exactly_one_client(labels, clients, kind, alpha, see
         assert (len(shard.test), len(shard.val)) == (tested, int(val_ratio * (len(shard.samples) - tested)))
 
 
-@pytest.mark.parametrize("kind", PARTITIONS)
+@pytest.mark.parametrize("kind", PARTITIONERS)
 def test_the_seed_decides_and_the_global_generator_does_not(digits, kind):
     np.random.seed(11)
     before = np.random.get_state()
     first, again, other = (partition(digits.y, 20, kind=kind, seed=seed, natural=NATURAL) for seed in (3, 3, 4))
     np.testing.assert_array_equal(before[1], np.random.get_state()[1])
-    assert digest(digits, first) == digest(digits, again) != digest(digits, other)
+    assert partition_hash(digits, first) == partition_hash(digits, again) != partition_hash(digits, other)
 
 
 HASHES = {
@@ -85,22 +85,22 @@ HASHES = {
 }
 
 
-@pytest.mark.parametrize("kind", PARTITIONS)
+@pytest.mark.parametrize("kind", PARTITIONERS)
 def test_equal_arguments_give_the_same_hash_everywhere(kind):
     """NumPy 1.26, 2.0 and 2.4 give these alike: whoever changes one has changed everybody's partitions."""
     y = np.arange(3000) ** 2 % 11 % 10
     mine = Dataset("mine", np.zeros((3000, 4, 4), np.uint8), y, tuple(range(10)), 0)
     shards = partition(y, 20, kind=kind, alpha=0.5, seed=7, val_ratio=0.1, holdout=3, natural=np.arange(3000) % 30)
-    assert digest(mine, shards) == HASHES[kind]
+    assert partition_hash(mine, shards) == HASHES[kind]
 
 
-@pytest.mark.parametrize("kind", sorted({*PARTITIONS} - {"dirichlet"}))
+@pytest.mark.parametrize("kind", sorted({*PARTITIONERS} - {"dirichlet"}))
 def test_sixty_thousand_samples_on_a_thousand_clients_are_all_dealt(kind):
     shards = partition(LABELS, 1000, kind=kind, natural=np.arange(60_000) % 1000)
     assert sum(sizes(shards)) == 60_000
 
 
-@pytest.mark.parametrize("kind", PARTITIONS)
+@pytest.mark.parametrize("kind", PARTITIONERS)
 def test_too_few_samples_are_refused(kind):
     with pytest.raises(FedobpError, match=r"use (fewer|more) --clients"):
         partition(np.arange(9) % 9, 5, kind=kind, natural=np.zeros(9, dtype=np.int64))
@@ -248,7 +248,7 @@ def test_rotation_turns_each_clients_images_and_leaves_the_dataset_alone():
     mine, before = small(x), x.copy()
     shards = partition(mine.y, 8, kind="feature", seed=5)
     assert sorted(shard.change.turns for shard in shards) == [0, 0, 1, 1, 2, 2, 3, 3]
-    turned = changed(mine, shards)
+    turned = with_client_inputs(mine, shards)
     for shard in shards:
         for sample in shard.samples:
             by_hand = x[sample]
@@ -263,7 +263,7 @@ def test_rotation_turns_each_clients_images_and_leaves_the_dataset_alone():
 def test_colour_images_turn_with_their_channels():
     x = np.arange(8 * 2 * 2 * 3, dtype=np.uint8).reshape(8, 2, 2, 3)
     shards = partition(np.arange(8) % 2, 4, kind="feature", seed=5)
-    turned = changed(small(x), shards).x
+    turned = with_client_inputs(small(x), shards).x
     shard = next(shard for shard in shards if shard.change.turns == 1)
     # [[a, b], [c, d]] turned counter-clockwise is [[b, d], [a, c]].
     (a, b), (c, d) = x[shard.train[0]]
@@ -275,14 +275,14 @@ def test_noise_is_spread_from_none_to_the_largest_and_is_the_same_every_time():
     x[0, 0, 0] = 255
     shards = partition(np.arange(2000) % 2, 5, kind="feature", options={"change": "noise", "noise": 0.2}, seed=3)
     assert sorted(shard.change.noise for shard in shards) == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
-    noisy = changed(small(x), shards).x
+    noisy = with_client_inputs(small(x), shards).x
     assert noisy.dtype == np.uint8
     for shard in shards:
         found = noisy[shard.samples].astype(float)
         assert found.mean() == pytest.approx(128, abs=3)
         assert found.std() == pytest.approx(255 * shard.change.noise, rel=0.05)
-    np.testing.assert_array_equal(changed(small(x), shards).x, noisy)
-    dark = changed(small(np.where(x == 255, x, 0)), shards).x
+    np.testing.assert_array_equal(with_client_inputs(small(x), shards).x, noisy)
+    dark = with_client_inputs(small(np.where(x == 255, x, 0)), shards).x
     assert dark[1:].max() < 255  # bytes below 0 stay at 0, and do not wrap around
 
 
@@ -290,7 +290,7 @@ def test_noise_on_bytes_is_a_share_of_the_largest():
     x = np.full((2000, 4, 4), 8, np.uint8)
     x[0, 0, 0] = 16  # white, as in the digits
     shards = partition(np.arange(2000) % 2, 2, kind="feature", options={"change": "noise", "noise": 0.1})
-    noisy = changed(small(x), shards).x
+    noisy = with_client_inputs(small(x), shards).x
     [loud] = [shard for shard in shards if shard.change.noise]
     assert noisy[loud.samples].std() == pytest.approx(1.6, rel=0.05)
     assert noisy.max() <= 16
@@ -299,7 +299,7 @@ def test_noise_on_bytes_is_a_share_of_the_largest():
 def test_noise_on_a_table_is_in_each_features_own_deviation():
     x = np.stack([np.tile([0, 2], 1000), np.tile([0, 200], 1000)], axis=1).astype(np.float32)
     shards = partition(np.arange(2000) % 2, 2, kind="feature", options={"change": "noise", "noise": 0.5})
-    noisy = changed(small(x), shards).x
+    noisy = with_client_inputs(small(x), shards).x
     [loud] = [shard for shard in shards if shard.change.noise]
     [quiet] = [shard for shard in shards if not shard.change.noise]
     added = noisy[loud.samples] - x[loud.samples]
@@ -312,7 +312,7 @@ def test_noise_on_a_table_is_in_each_features_own_deviation():
 def test_float_images_stay_between_their_darkest_and_their_brightest():
     x = np.random.default_rng(0).random((100, 4, 4)).astype(np.float32)
     shards = partition(np.arange(100) % 2, 4, kind="feature", options={"change": "noise", "noise": 5})
-    noisy = changed(small(x), shards).x
+    noisy = with_client_inputs(small(x), shards).x
     assert (noisy.min(), noisy.max()) == (x.min(), x.max())
 
 
@@ -320,18 +320,18 @@ def test_float_images_stay_between_their_darkest_and_their_brightest():
 def test_what_cannot_be_rotated_is_refused(shape):
     x = np.zeros((20, *shape), np.uint8)
     with pytest.raises(FedobpError, match=r"'mine' has inputs of shape .* cannot be rotated: .* change=noise"):
-        changed(small(x), partition(np.arange(20) % 2, 4, kind="feature"))
+        with_client_inputs(small(x), partition(np.arange(20) % 2, 4, kind="feature"))
 
 
 def test_other_partitions_change_nothing(digits):
-    assert changed(digits, partition(digits.y, 10)) is digits
-    assert partition(digits.y, 3, kind="iid")[0].change == Change() == partitioners.UNCHANGED
+    assert with_client_inputs(digits, partition(digits.y, 10)) is digits
+    assert partition(digits.y, 3, kind="iid")[0].change == InputChange() == partitioners.UNCHANGED
 
 
 # Clients that are held out.
 
 
-@pytest.mark.parametrize("kind", PARTITIONS)
+@pytest.mark.parametrize("kind", PARTITIONERS)
 def test_held_out_clients_come_last_and_the_others_stay_in_order(digits, kind):
     plain, held = (
         [shard.samples.tolist() for shard in partition(digits.y, 20, kind=kind, natural=NATURAL, holdout=holdout)]

@@ -9,7 +9,7 @@ import pytest
 from bring_cases import picture
 
 from fedobp import Config, Federation
-from fedobp.data import data_dir, partition, suited
+from fedobp.data import data_dir, default_clients_and_alpha, partition
 
 SIZES = {
     "three classes": [100] * 3,
@@ -29,7 +29,7 @@ SIZES = {
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_the_published_recipe_ends_with_the_chosen_numbers_for_every_seed(sizes):
-    clients, alpha = suited(sizes)
+    clients, alpha = default_clients_and_alpha(sizes)
     y = np.repeat(np.arange(len(sizes)), sizes)
     for seed in range(5):
         shards = partition(y, clients, alpha=alpha, seed=seed)
@@ -37,11 +37,17 @@ def test_the_published_recipe_ends_with_the_chosen_numbers_for_every_seed(sizes)
 
 
 def test_a_set_like_the_papers_gets_the_papers_numbers():
-    assert suited([6000] * 10) == (100, 0.1)
+    assert default_clients_and_alpha([6000] * 10) == (100, 0.1)
 
 
 def test_clients_have_50_samples_on_average_and_one_is_the_least():
-    assert [suited(sizes)[0] for sizes in ([100] * 3, [2500] * 10, [25, 25], [6, 6], [1, 1])] == [6, 100, 2, 1, 1]
+    assert [default_clients_and_alpha(sizes)[0] for sizes in ([100] * 3, [2500] * 10, [25, 25], [6, 6], [1, 1])] == [
+        6,
+        100,
+        2,
+        1,
+        1,
+    ]
 
 
 def test_the_page_on_data_has_the_chosen_numbers():
@@ -54,17 +60,17 @@ def test_the_page_on_data_has_the_chosen_numbers():
         "60,000 samples in 10 equal classes": [6000] * 10,
     }
     for text, sizes in rows.items():
-        clients, alpha = suited(sizes)
+        clients, alpha = default_clients_and_alpha(sizes)
         assert f"| {text} | {clients} | {alpha:g} |" in page
 
 
 def test_what_is_given_stays():
-    clients, alpha = suited([100] * 3, clients=10)
+    clients, alpha = default_clients_and_alpha([100] * 3, clients=10)
     assert clients == 10
-    assert alpha > suited([100] * 3)[1]
-    assert suited([100] * 3, alpha=0.1) == (5, 0.1)
-    assert suited([100] * 3, clients=25, alpha=0.3) == (25, 0.3)
-    assert suited([100] * 3, clients=290) == (290, 0.1)  # which the partition then refuses
+    assert alpha > default_clients_and_alpha([100] * 3)[1]
+    assert default_clients_and_alpha([100] * 3, alpha=0.1) == (5, 0.1)
+    assert default_clients_and_alpha([100] * 3, clients=25, alpha=0.3) == (25, 0.3)
+    assert default_clients_and_alpha([100] * 3, clients=290) == (290, 0.1)  # which the partition then refuses
 
 
 def table(path, samples, labels=2, **more):

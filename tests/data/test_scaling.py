@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import fedobp
-from fedobp.data import KNOWN, Dataset, normalization, way_of
-from fedobp.data.normalization import scaling
+from fedobp.data import REGISTRY, Dataset, normalization, normalization_for
+from fedobp.data.normalization import normalization_constants
 from fedobp.errors import FedobpError
 
 
@@ -32,31 +32,31 @@ def images(value, dtype=np.uint8, shape=(28, 28)):
 
 @pytest.mark.parametrize("name", ["digits", "mine"])
 def test_without_constants_the_training_parts_decide(name):
-    assert way_of(name) == "train"
+    assert normalization_for(name) == "train"
     for way in ("dataset", "as-published"):
         with pytest.raises(FedobpError, match=f"--normalize {way} needs published constants, and '{name}' has none"):
-            way_of(name, way)
+            normalization_for(name, way)
 
 
-@pytest.mark.parametrize("name", [name for name in KNOWN if name != "digits"])
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name != "digits"])
 def test_the_papers_sets_are_scaled_by_their_constants(name):
-    assert way_of(name) == "dataset"
-    assert [way_of(name, way) for way in ("dataset", "train", "none")] == ["dataset", "train", "none"]
+    assert normalization_for(name) == "dataset"
+    assert [normalization_for(name, way) for way in ("dataset", "train", "none")] == ["dataset", "train", "none"]
 
 
 def test_only_the_organs_have_a_mistake_to_show():
-    shown = [name for name in KNOWN if KNOWN[name].misprint != 1]
+    shown = [name for name in REGISTRY if REGISTRY[name].published_factor != 1]
     assert shown == ["organamnist", "organcmnist"]
-    assert [way_of(name, "as-published") for name in shown] == ["as-published"] * 2
+    assert [normalization_for(name, "as-published") for name in shown] == ["as-published"] * 2
     with pytest.raises(
         FedobpError, match=r"constants of organamnist, organcmnist, and those of 'svhn' are right: use --normalize dat"
     ):
-        way_of("svhn", "as-published")
+        normalization_for("svhn", "as-published")
 
 
 def test_a_way_that_does_not_exist_is_refused_with_the_nearest():
     with pytest.raises(FedobpError, match="unknown value of --normalize 'trian': did you mean 'train'"):
-        way_of("mnist", "trian")
+        normalization_for("mnist", "trian")
 
 
 # By hand.
@@ -64,7 +64,7 @@ def test_a_way_that_does_not_exist_is_refused_with_the_nearest():
 
 def test_as_published_leaves_next_to_nothing_of_an_organ():
     # On the 0-1 scale black is 0 and white is 1: (0 - 118.7546) / 62.3489 and (1 - 118.7546) / 62.3489.
-    unit, mean, std = scaling(dataset(images(0), "organamnist"), np.array([0]), "as-published")
+    unit, mean, std = normalization_constants(dataset(images(0), "organamnist"), np.array([0]), "as-published")
     assert unit == 255
     assert (mean.tolist(), std.tolist()) == ([pytest.approx(118.7546)], [pytest.approx(62.3489)])
     assert (0 / unit - mean[0]) / std[0] == pytest.approx(-1.904678, abs=1e-6)
@@ -72,7 +72,7 @@ def test_as_published_leaves_next_to_nothing_of_an_organ():
 
 
 def test_the_organs_constants_done_right():
-    unit, mean, std = scaling(dataset(images(0), "organcmnist"), np.array([0]), "dataset")
+    unit, mean, std = normalization_constants(dataset(images(0), "organcmnist"), np.array([0]), "dataset")
     assert (unit, mean[0], std[0]) == (255, pytest.approx(0.48794, abs=1e-5), pytest.approx(0.23062, abs=1e-5))
 
 
@@ -89,7 +89,7 @@ def test_the_organs_constants_done_right():
     ids=["bytes", "known floats to 255", "known floats to 1", "colour", "float table", "byte table"],
 )
 def test_none_only_brings_bytes_to_the_unit_scale(x, name, unit, channels):
-    found = scaling(dataset(x, name), everyone(x), "none")
+    found = normalization_constants(dataset(x, name), everyone(x), "none")
     assert found.unit == unit
     assert (found.mean.tolist(), found.std.tolist()) == ([0] * channels, [1] * channels)
 
@@ -97,7 +97,7 @@ def test_none_only_brings_bytes_to_the_unit_scale(x, name, unit, channels):
 def test_a_known_set_can_be_scaled_by_its_training_parts():
     x = images(0)
     x[1], x[2], x[3] = 51, 102, 255  # of which 0, 51 and 102 are trained on: mean 51, variance (51^2 + 51^2) / 3
-    unit, mean, std = scaling(dataset(x, "mnist"), np.array([2, 0, 1]), "train")
+    unit, mean, std = normalization_constants(dataset(x, "mnist"), np.array([2, 0, 1]), "train")
     assert unit == 255
     assert (mean.tolist(), std.tolist()) == ([pytest.approx(0.2)], [pytest.approx(0.2 * (2 / 3) ** 0.5)])
 
@@ -105,7 +105,7 @@ def test_a_known_set_can_be_scaled_by_its_training_parts():
 def test_the_unit_does_not_depend_on_the_way():
     for x in (images(7), images(7.0, np.float32), images(0.5, np.float32)):
         ways = ("dataset", "train", "none", "as-published")
-        assert len({scaling(dataset(x, "organamnist"), everyone(x), way).unit for way in ways}) == 1
+        assert len({normalization_constants(dataset(x, "organamnist"), everyone(x), way).unit for way in ways}) == 1
 
 
 # Moments, part by part.
@@ -124,8 +124,8 @@ def plain(x):
 @given(x=arrays.arrays(np.uint8, SHAPES), values=st.integers(1, 200))
 def test_bytes_give_the_plain_moments_whatever_the_parts(x, values):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(normalization, "_VALUES", values)
-        mean, std = normalization._moments(x, everyone(x))
+        patch.setattr(normalization, "_CHUNK_VALUES", values)
+        mean, std = normalization._mean_and_std(x, everyone(x))
     expected = plain(x)
     np.testing.assert_allclose(mean, expected[0], rtol=1e-13)
     np.testing.assert_allclose(std, expected[1], rtol=1e-12, atol=1e-12)
@@ -136,21 +136,21 @@ def test_bytes_give_the_plain_moments_whatever_the_parts(x, values):
 @given(x=arrays.arrays(np.float32, SHAPES, elements=st.floats(-1000, 1000, width=32)), values=st.integers(1, 200))
 def test_floats_give_the_plain_moments_whatever_the_parts(x, values):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(normalization, "_VALUES", values)
-        mean, std = normalization._moments(x, everyone(x))
+        patch.setattr(normalization, "_CHUNK_VALUES", values)
+        mean, std = normalization._mean_and_std(x, everyone(x))
     np.testing.assert_allclose(mean, plain(x)[0], rtol=1e-12, atol=1e-10)
     np.testing.assert_allclose(std, plain(x)[1], rtol=1e-9, atol=1e-10)
 
 
 def test_a_small_deviation_far_from_zero_is_not_lost():
     x = np.array([[2.0**20], [2.0**20 + 0.125]], np.float32)
-    mean, std = normalization._moments(x, everyone(x))
+    mean, std = normalization._mean_and_std(x, everyone(x))
     assert (mean.tolist(), std.tolist()) == ([2.0**20 + 0.0625], [0.0625])
 
 
 def test_only_the_training_parts_count():
     x = np.array([[1], [9], [3], [200]], np.uint8)
-    assert [moment.tolist() for moment in normalization._moments(x, np.array([0, 2]))] == [[2], [1]]
+    assert [moment.tolist() for moment in normalization._mean_and_std(x, np.array([0, 2]))] == [[2], [1]]
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
@@ -158,7 +158,7 @@ def test_moments_need_no_second_copy_of_the_data(dtype):
     x = np.ones((4000, 100, 100), dtype)
     x[:2000] = 3
     tracemalloc.start()
-    mean, std = normalization._moments(x, everyone(x))
+    mean, std = normalization._mean_and_std(x, everyone(x))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (mean.tolist(), std.tolist()) == ([2], [1])
@@ -173,7 +173,7 @@ def test_a_run_says_how_it_was_scaled(command, tmp_path):
     federation = fedobp.Federation(fedobp.Config(**settings))
     result = federation.run(out=tmp_path / "here")
     assert 'normalize = "none"' in (tmp_path / "here/config.toml").read_text()
-    assert federation.data.about()["scaling"] == {"unit": 255.0, "mean": [0.0], "std": [1.0]}
+    assert federation.data.metadata()["scaling"] == {"unit": 255.0, "mean": [0.0], "std": [1.0]}
     again = command("run", "--config", tmp_path / "here/config.toml", "--json")
     assert again.json["accuracy"] == result.to_json()["accuracy"]
 

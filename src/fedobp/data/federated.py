@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fedobp.data.datasets import Dataset
-from fedobp.data.free_memory import require
-from fedobp.data.normalization import scaling, way_of
+from fedobp.data.free_memory import require_free_memory
+from fedobp.data.normalization import normalization_constants, normalization_for
 from fedobp.data.partition import Shard
 from fedobp.transfer import send
 
@@ -46,28 +46,30 @@ class FederatedData:
         normalize: str | None = None,
     ) -> None:
         x = torch.as_tensor(dataset.x)
-        require(f"dataset '{dataset.name}'", x.nbytes if x.ndim == 4 else 0)  # colours are copied plane by plane
+        require_free_memory(
+            f"dataset '{dataset.name}'", x.nbytes if x.ndim == 4 else 0
+        )  # colours are copied plane by plane
         # Images become [N, C, H, W], tables stay [N, features]: the channel or feature axis is the second one.
         self.x = (x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2) if x.ndim == 4 else x).contiguous()
         self.x, self.y = self.x.to(device), torch.as_tensor(dataset.y).to(device)
         self.dtype, self.classes = dtype, dataset.classes
-        self._deal(dataset, shards, normalize)
+        self._assign(dataset, shards, normalize)
 
-    def dealt_again(self, dataset: Dataset, shards: Sequence[Shard], normalize: str | None = None) -> Self:
+    def repartitioned(self, dataset: Dataset, shards: Sequence[Shard], normalize: str | None = None) -> Self:
         """Return the same samples under another partition or scaling; they lie in memory once."""
         other = copy(self)
-        other._deal(dataset, shards, normalize)
+        other._assign(dataset, shards, normalize)
         return other
 
-    def _deal(self, dataset: Dataset, shards: Sequence[Shard], normalize: str | None) -> None:
+    def _assign(self, dataset: Dataset, shards: Sequence[Shard], normalize: str | None) -> None:
         device = self.x.device
         self.clients = len(shards)
         self.trainers = sum(not shard.held_out for shard in shards)  # they come first; the others never train
         self._index = {split: _Index([getattr(shard, split) for shard in shards], device) for split in _SPLITS}
         counts = [np.bincount(dataset.y[shard.train], minlength=self.classes) for shard in shards]
         self.label_counts = torch.as_tensor(np.stack(counts)).to(device)  # [clients, classes], of the training parts
-        trained = np.concatenate([shard.train for shard in shards[: self.trainers]])
-        self.unit, mean, std = scaling(dataset, trained, way_of(dataset.name, normalize))
+        train_ids = np.concatenate([shard.train for shard in shards[: self.trainers]])
+        self.unit, mean, std = normalization_constants(dataset, train_ids, normalization_for(dataset.name, normalize))
         axes = (1, -1, *[1] * (self.x.ndim - 2))
         self._labels = dataset.labels
         self.mean, self.std = (torch.as_tensor(v, dtype=self.dtype, device=device).reshape(axes) for v in (mean, std))
@@ -77,10 +79,10 @@ class FederatedData:
         """The shape of one input, as models see it."""
         return tuple(self.x.shape[1:])
 
-    def about(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Return what a saved model needs to be used elsewhere: its inputs are (x / unit - mean) / std."""
-        scaling = {"unit": self.unit, "mean": self.mean.flatten().tolist(), "std": self.std.flatten().tolist()}
-        return {"input_shape": self.shape, "labels": list(self._labels), "scaling": scaling}
+        constants = {"unit": self.unit, "mean": self.mean.flatten().tolist(), "std": self.std.flatten().tolist()}
+        return {"input_shape": self.shape, "labels": list(self._labels), "scaling": constants}
 
     def size(self, client: int, split: Split) -> int:
         """How many samples a client has."""
@@ -94,7 +96,7 @@ class FederatedData:
         at = starts.reshape(-1, *[1] * (positions.ndim - 1)) + positions
         return index.ids[at.clamp_(max=max(0, len(index.ids) - 1))] if len(index.ids) else torch.zeros_like(positions)
 
-    def pool(self, split: Split) -> Tensor:
+    def pooled_ids(self, split: Split) -> Tensor:
         """Return which samples belong to anybody's part; clients that are held out are nobody here."""
         index = self._index[split]
         return index.ids[: sum(index.sizes[: self.trainers])]

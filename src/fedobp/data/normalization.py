@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedobp.data.datasets import Dataset
-from fedobp.data.registry import KNOWN
+from fedobp.data.registry import REGISTRY
 from fedobp.errors import FedobpError, unknown
 
-WAYS = ("dataset", "train", "none", "as-published")
-_VALUES = 2**22  # looked at together: what a pass needs besides the data stays below 100 MB
+NORMALIZATIONS = ("dataset", "train", "none", "as-published")
+_CHUNK_VALUES = 2**22  # looked at together: what a pass needs besides the data stays below 100 MB
 
 
-class Scaling(NamedTuple):
+class Normalization(NamedTuple):
     """An input is (x / unit - mean) / std; mean and std have one value for each channel or feature."""
 
     unit: float
@@ -25,20 +25,20 @@ class Scaling(NamedTuple):
     std: NDArray[np.float64]
 
 
-def way_of(name: str, given: str | None = None) -> str:
+def normalization_for(name: str, given: str | None = None) -> str:
     """Return how a dataset is scaled: as given, or by its constants where it has some; refuse what it cannot be."""
-    known = KNOWN.get(name)
+    known = REGISTRY.get(name)
     constants = known is not None and bool(known.mean)
     if given is None:
         return "dataset" if constants else "train"
-    if given not in WAYS:
-        raise unknown("value of --normalize", given, WAYS)
+    if given not in NORMALIZATIONS:
+        raise unknown("value of --normalize", given, NORMALIZATIONS)
     if given in ("dataset", "as-published") and not constants:
         raise FedobpError(
             f"--normalize {given} needs published constants, and '{name}' has none: use --normalize train"
         )
-    if given == "as-published" and known and known.misprint == 1:
-        wrong = ", ".join(one for one, facts in KNOWN.items() if facts.misprint != 1)
+    if given == "as-published" and known and known.published_factor == 1:
+        wrong = ", ".join(one for one, facts in REGISTRY.items() if facts.published_factor != 1)
         raise FedobpError(
             f"--normalize as-published shows the mistake in the constants of {wrong}, and those of '{name}' are right: "
             "use --normalize dataset"
@@ -46,22 +46,22 @@ def way_of(name: str, given: str | None = None) -> str:
     return given
 
 
-def scaling(dataset: Dataset, trained: NDArray[np.int64], way: str) -> Scaling:
+def normalization_constants(dataset: Dataset, train_ids: NDArray[np.int64], normalize: str) -> Normalization:
     """Return a dataset's scaling; `trained` are all clients' training samples, for the way `train`."""
-    known = KNOWN.get(dataset.name)
+    known = REGISTRY.get(dataset.name)
     stored_as_bytes = dataset.x.dtype == np.uint8
     unit = 255.0 if stored_as_bytes or (known and known.mean and dataset.x.max() > 1) else 1.0
-    if way == "train":
-        mean, std = _moments(dataset.x, np.sort(trained))
-        return Scaling(unit, mean / unit, np.where(std > 0, std / unit, 1.0))
-    if way == "none" or known is None:
+    if normalize == "train":
+        mean, std = _mean_and_std(dataset.x, np.sort(train_ids))
+        return Normalization(unit, mean / unit, np.where(std > 0, std / unit, 1.0))
+    if normalize == "none" or known is None:
         channels = dataset.x.shape[-1] if dataset.x.ndim != 3 else 1
-        return Scaling(unit, np.zeros(channels), np.ones(channels))
-    factor = known.misprint if way == "as-published" else 1.0
-    return Scaling(unit, np.array(known.mean) * factor, np.array(known.std) * factor)
+        return Normalization(unit, np.zeros(channels), np.ones(channels))
+    factor = known.published_factor if normalize == "as-published" else 1.0
+    return Normalization(unit, np.array(known.mean) * factor, np.array(known.std) * factor)
 
 
-def _moments(x: NDArray[Any], ids: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _mean_and_std(x: NDArray[Any], ids: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the mean and deviation of some samples by their last axis, part by part: nothing is copied whole.
 
     Bytes are summed as integers, which is exact. Floats are gone through twice, because the difference of two large
@@ -70,7 +70,7 @@ def _moments(x: NDArray[Any], ids: NDArray[np.int64]) -> tuple[NDArray[np.float6
     x = x[..., None] if x.ndim == 3 else x
     axes = tuple(range(x.ndim - 1))
     count = len(ids) * int(np.prod(x.shape[1:-1]))
-    parts = np.array_split(ids, max(1, -(-len(ids) * int(np.prod(x.shape[1:])) // _VALUES)))
+    parts = np.array_split(ids, max(1, -(-len(ids) * int(np.prod(x.shape[1:])) // _CHUNK_VALUES)))
     if x.dtype == np.uint8:
         first = second = np.zeros(x.shape[-1], np.int64)
         for part in parts:

@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedobp.data.free_memory import room_for
-from fedobp.data.registry import KNOWN
+from fedobp.data.free_memory import memory_guard
+from fedobp.data.registry import REGISTRY
 from fedobp.errors import FedobpError, first_line, short
 from fedobp.files import regular
 
-_HEADER = 1 << 14  # bytes of a member in which its header must end; NumPy allows 10,000 characters
+_MAX_HEADER = 1 << 14  # bytes of a member in which its header must end; NumPy allows 10,000 characters
 
 
-class _Pickled(ValueError):
+class _PickledArray(ValueError):
     """An array of Python objects."""
 
 
@@ -35,7 +35,7 @@ class _Member:
 
     file: zipfile.ZipInfo
     shape: tuple[int, ...]
-    transposed: bool  # stored in Fortran's order
+    fortran_order: bool  # stored in Fortran's order
     dtype: np.dtype[Any]
     start: int  # of its values, after the header
 
@@ -46,19 +46,19 @@ class _Member:
 
 def npz_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all arrays of an npz file, by their headers."""
-    with _opened(path) as archive:
+    with _open_archive(path) as archive:
         return {key: member.shape for key, member in _members(archive).items()}
 
 
-def read_npz(path: Path, keys: Collection[str] | None = None, *, mapped: bool = False) -> dict[str, NDArray[Any]]:
+def read_npz(path: Path, keys: Collection[str] | None = None, *, mmap: bool = False) -> dict[str, NDArray[Any]]:
     """Return an npz file's arrays, or those that are named; `mapped` leaves x in the file until it is used."""
-    with _opened(path) as archive:
+    with _open_archive(path) as archive:
         chosen = {key: member for key, member in _members(archive).items() if keys is None or key in keys}
         found = {}
-        if mapped and "x" in chosen and (x := _mapped(path, chosen["x"])) is not None:
+        if mmap and "x" in chosen and (x := _memory_map(path, chosen["x"])) is not None:
             found["x"] = x
         left = {key: member for key, member in chosen.items() if key not in found}
-        with room_for(f"reading {short(path, 200)}", sum(member.size for member in left.values())):
+        with memory_guard(f"reading {short(path, 200)}", sum(member.size for member in left.values())):
             for key, member in left.items():
                 with archive.open(member.file) as stream:
                     found[key] = np.lib.format.read_array(stream, allow_pickle=False)
@@ -66,7 +66,7 @@ def read_npz(path: Path, keys: Collection[str] | None = None, *, mapped: bool = 
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
+def _open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
     """Open an archive, and say in a sentence what is wrong with it; damage makes zipfile and NumPy raise anything."""
     try:
         with zipfile.ZipFile(regular(path)) as archive:
@@ -82,14 +82,14 @@ def _members(archive: zipfile.ZipFile) -> dict[str, _Member]:
     for file in archive.infolist():
         key = file.filename.removesuffix(".npy")
         with archive.open(file) as stream:
-            head = io.BytesIO(stream.read(_HEADER))
+            head = io.BytesIO(stream.read(_MAX_HEADER))
         if key == file.filename or not head.getvalue().startswith(b"\x93NUMPY"):
             raise ValueError(f"{short(key)} is no array")
         first = np.lib.format.read_magic(head) == (1, 0)
         read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
         member = _Member(file, *read(head), head.tell())
         if member.dtype.hasobject:
-            raise _Pickled
+            raise _PickledArray
         if (
             min(member.shape, default=0) < 0
             or not member.dtype.itemsize
@@ -100,10 +100,10 @@ def _members(archive: zipfile.ZipFile) -> dict[str, _Member]:
     return found
 
 
-def _mapped(path: Path, member: _Member) -> NDArray[np.uint8] | None:
+def _memory_map(path: Path, member: _Member) -> NDArray[np.uint8] | None:
     """Return an array of bytes as it lies in the file, to be read when it is used; None if it lies there otherwise."""
     stored = member.file.compress_type == zipfile.ZIP_STORED
-    if not stored or member.dtype != np.uint8 or member.transposed or not member.size:
+    if not stored or member.dtype != np.uint8 or member.fortran_order or not member.size:
         return None
     with path.open("rb") as file:
         file.seek(member.file.header_offset + 26)  # where a member says how long its name and its extra field are
@@ -117,13 +117,13 @@ def _unreadable(path: Path, error: Exception) -> FedobpError:
         return FedobpError(
             f"{short(path, 200)} may not be read ({error.strerror}): ask its owner, or change its permissions"
         )
-    if isinstance(error, _Pickled):
+    if isinstance(error, _PickledArray):
         reason = "it holds pickled objects, which are never read"
     elif not zipfile.is_zipfile(path):
         reason = "it is not one, or damaged"
     else:
         reason = f"damaged or incomplete: {first_line(error)}"
     remedy = "save it anew"
-    if path.stem in KNOWN:
+    if path.stem in REGISTRY:
         remedy += f", or remove it and run `fedobp data fetch {path.stem} --data-dir {shlex.quote(str(path.parent))}`"
     return FedobpError(f"{short(path, 200)} cannot be read as an npz file of plain arrays ({reason}): {remedy}")

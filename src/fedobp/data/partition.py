@@ -7,7 +7,7 @@ import numpy as np
 from numpy.random import default_rng
 
 from fedobp.data.datasets import Dataset
-from fedobp.data.partitioners import PARTITIONS, UNCHANGED, Change, Given, Indices
+from fedobp.data.partitioners import PARTITIONERS, UNCHANGED, Indices, InputChange, PartitionTask
 from fedobp.errors import FedobpError, unknown
 from fedobp.options import Option
 
@@ -21,7 +21,7 @@ class Shard:
     train: Indices
     val: Indices
     test: Indices
-    change: Change = UNCHANGED
+    change: InputChange = UNCHANGED
     held_out: bool = False  # whether it never trains
 
     @property
@@ -47,21 +47,21 @@ def partition(
     Validation samples are cut off the training part, so the test part is the same at every `val_ratio`. Clients that
     are held out are drawn by the seed and come last; what falls on whom does not depend on how many they are.
     """
-    if kind not in PARTITIONS:
-        raise unknown("partition", kind, PARTITIONS)
-    chosen, given = PARTITIONS[kind].configure(options or {}), Given(y, clients, alpha, seed, natural)
+    if kind not in PARTITIONERS:
+        raise unknown("partition", kind, PARTITIONERS)
+    partitioner, task = PARTITIONERS[kind].configure(options or {}), PartitionTask(y, clients, alpha, seed, natural)
     shards = [
         _split(indices, val_ratio, change)
-        for indices, change in zip(chosen.deal(given), chosen.changes(given), strict=True)
+        for indices, change in zip(partitioner.assign(task), partitioner.input_changes(task), strict=True)
     ]
     return _held_out(shards, holdout, seed)
 
 
-def _split(indices: Indices, val_ratio: float, change: Change) -> Shard:
-    tested = int(TEST_SHARE * len(indices))
-    rest = indices[tested:]
-    validated = int(val_ratio * len(rest))
-    return Shard(train=rest[validated:], val=rest[:validated], test=indices[:tested], change=change)
+def _split(indices: Indices, val_ratio: float, change: InputChange) -> Shard:
+    n_test = int(TEST_SHARE * len(indices))
+    rest = indices[n_test:]
+    n_val = int(val_ratio * len(rest))
+    return Shard(train=rest[n_val:], val=rest[:n_val], test=indices[:n_test], change=change)
 
 
 def _held_out(shards: Sequence[Shard], count: int, seed: int) -> list[Shard]:
@@ -74,7 +74,7 @@ def _held_out(shards: Sequence[Shard], count: int, seed: int) -> list[Shard]:
     ]
 
 
-def changed(dataset: Dataset, shards: Sequence[Shard]) -> Dataset:
+def with_client_inputs(dataset: Dataset, shards: Sequence[Shard]) -> Dataset:
     """Return the dataset with every client's change made to its inputs: itself, or a copy."""
     if all(shard.change == UNCHANGED for shard in shards):
         return dataset
@@ -95,9 +95,9 @@ def changed(dataset: Dataset, shards: Sequence[Shard]) -> Dataset:
         low, high = (float(x.min()), float(x.max())) if images else (-np.inf, np.inf)
     for shard in shards:
         ids, change = shard.samples, shard.change
-        own = np.rot90(x[ids], change.turns, axes=(1, 2)) if change.turns else x[ids]
+        inputs = np.rot90(x[ids], change.turns, axes=(1, 2)) if change.turns else x[ids]
         if change.noise:
-            noisy = own + change.noise * unit * default_rng(change.seed).standard_normal(own.shape)
-            own = np.clip(np.rint(noisy) if x.dtype == np.uint8 else noisy, low, high)
-        x[ids] = own
+            noisy = inputs + change.noise * unit * default_rng(change.seed).standard_normal(inputs.shape)
+            inputs = np.clip(np.rint(noisy) if x.dtype == np.uint8 else noisy, low, high)
+        x[ids] = inputs
     return replace(dataset, x=x)

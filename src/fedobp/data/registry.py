@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Known:
+class DatasetFacts:
     """Facts about a named dataset that its file does not hold."""
 
     shape: tuple[int, ...]
@@ -20,23 +20,27 @@ class Known:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     q: Mapping[float, float] = field(default_factory=dict)
-    misprint: float = 1.0  # how many times too large the constants are in the authors' framework
+    published_factor: float = 1.0  # how many times too large the constants are in the authors' framework
 
 
-KNOWN: dict[str, Known] = {
-    "digits": Known((8, 8), 10, 1_797),
-    "mnist": Known((28, 28), 10, 70_000, (0.1307,), (0.3015,), {0.1: 0.9998, 0.5: 0.99993}),
-    "fmnist": Known((28, 28), 10, 70_000, (0.286,), (0.3205,), {0.1: 0.99993, 0.5: 0.9999}),
-    "emnist": Known((28, 28), 62, 814_255, (0.1736,), (0.3248,), {0.1: 0.995, 0.5: 0.9991}),
-    "cifar10": Known(
+REGISTRY: dict[str, DatasetFacts] = {
+    "digits": DatasetFacts((8, 8), 10, 1_797),
+    "mnist": DatasetFacts((28, 28), 10, 70_000, (0.1307,), (0.3015,), {0.1: 0.9998, 0.5: 0.99993}),
+    "fmnist": DatasetFacts((28, 28), 10, 70_000, (0.286,), (0.3205,), {0.1: 0.99993, 0.5: 0.9999}),
+    "emnist": DatasetFacts((28, 28), 62, 814_255, (0.1736,), (0.3248,), {0.1: 0.995, 0.5: 0.9991}),
+    "cifar10": DatasetFacts(
         (32, 32, 3), 10, 60_000, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.201), {0.1: 0.99998, 0.5: 0.99979}
     ),
-    "cifar100": Known(
+    "cifar100": DatasetFacts(
         (32, 32, 3), 100, 60_000, (0.5071, 0.4865, 0.4409), (0.2009, 0.1984, 0.2023), {0.1: 0.9998, 0.5: 0.99992}
     ),
-    "svhn": Known(
+    "svhn": DatasetFacts(
         (32, 32, 3), 10, 99_289, (0.4377, 0.4438, 0.4728), (0.1201, 0.1231, 0.1052), {0.1: 0.99997, 0.5: 0.9998}
     ),
-    "organamnist": Known((28, 28), 11, 58_850, (118.7546 / 255,), (62.3489 / 255,), {0.1: 0.9999, 0.5: 0.99995}, 255),
-    "organcmnist": Known((28, 28), 11, 23_660, (124.424 / 255,), (58.8092 / 255,), {0.1: 0.9997, 0.5: 0.99995}, 255),
+    "organamnist": DatasetFacts(
+        (28, 28), 11, 58_850, (118.7546 / 255,), (62.3489 / 255,), {0.1: 0.9999, 0.5: 0.99995}, 255
+    ),
+    "organcmnist": DatasetFacts(
+        (28, 28), 11, 23_660, (124.424 / 255,), (58.8092 / 255,), {0.1: 0.9997, 0.5: 0.99995}, 255
+    ),
 }

@@ -49,10 +49,11 @@ _IDX = (
 )
 
 
-def _idx(folder: str, known: Mapping[str, int]) -> tuple[File, ...]:
+def _idx(folder: str, md5_to_size: Mapping[str, int]) -> tuple[File, ...]:
     """Return the four files of MNIST's kind in a folder of the web, from their MD5 and sizes in the usual order."""
     return tuple(
-        File(name, folder + name, f"md5:{md5}", size) for name, (md5, size) in zip(_IDX, known.items(), strict=True)
+        File(name, folder + name, f"md5:{md5}", size)
+        for name, (md5, size) in zip(_IDX, md5_to_size.items(), strict=True)
     )
 
 
@@ -152,10 +153,10 @@ def installed(name: str) -> list[Path]:
     return paths if all(path.is_file() for path in paths) else []
 
 
-def read(name: str, paths: Sequence[Path], tell: formats.Tell = lambda share: None) -> formats.Arrays:
+def read(name: str, paths: Sequence[Path], on_progress: formats.OnProgress = lambda share: None) -> formats.Arrays:
     """Return a dataset's arrays out of its official files."""
     try:
-        return SOURCES[name].read([regular(path) for path in paths], tell)
+        return SOURCES[name].read([regular(path) for path in paths], on_progress)
     except (FedobpError, MemoryError):
         raise
     except Exception as error:  # a damaged file can make gzip, tarfile and SciPy raise nearly anything

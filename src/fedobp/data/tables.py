@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedobp.data.free_memory import require, room_for
-from fedobp.data.images import Images
-from fedobp.data.registry import KNOWN
+from fedobp.data.free_memory import memory_guard, require_free_memory
+from fedobp.data.images import ImageArray
+from fedobp.data.registry import REGISTRY
 from fedobp.errors import FedobpError, first_line, short, unknown
 from fedobp.files import regular
 
-_ROWS = 4096  # read together
+_CHUNK_ROWS = 4096  # read together
 # Canonical whole numbers of 64 bits, also as pandas writes them where some are missing: 7 and 7.0, but not 007.
 _WHOLE = re.compile(r"-?(0|[1-9]\d{0,17})(\.0+)?")
-_NUMBERS = {str, float, int, bool, Decimal, type(None)}  # what a cell may be, unless NumPy has them as numbers
+_NUMBER_TYPES = {str, float, int, bool, Decimal, type(None)}  # what a cell may be, unless NumPy has them as numbers
 
 Progress = Callable[[str, float], None]
 Chunk = Mapping[str, Sequence[Any] | NDArray[Any]]
@@ -51,7 +51,7 @@ class _Columns:
             besides = " and ".join(map(short, self.named))
             raise FedobpError(f"{self.where} has no columns besides {besides}: there are no inputs")
 
-    def gather(self, chunks: Iterable[Chunk], images: Images | None = None) -> dict[str, NDArray[Any]]:
+    def to_arrays(self, chunks: Iterable[Chunk], images: ImageArray | None = None) -> dict[str, NDArray[Any]]:
         """Return a dataset's arrays from its rows; with `images`, the one feature is a column of them."""
         x: list[NDArray[np.float32]] = []
         names: dict[str, list[Any]] = {name: [] for name in self.named}
@@ -59,19 +59,21 @@ class _Columns:
         for chunk in chunks:
             row = len(names[self.label]) + 1
             if images:
-                self._look(images, chunk[self.features[0]], row)
+                self._add_images(images, chunk[self.features[0]], row)
             else:
-                x.append(np.stack([self._numbers(name, chunk[name], row) for name in self.features], axis=1))
+                x.append(np.stack([self._feature_column(name, chunk[name], row) for name in self.features], axis=1))
                 size += x[-1].nbytes
-                require(f"{self.where}, of which {row:,} rows are read,", size)  # to join the parts in the end
+                require_free_memory(
+                    f"{self.where}, of which {row:,} rows are read,", size
+                )  # to join the parts in the end
             for name, known in names.items():
                 known.extend(chunk[name])
         if not names[self.label]:
             raise FedobpError(f"{self.where} has no rows: there is nothing to import")
-        found = {"x": images.x if images else np.concatenate(x), "y": self._names("label", self.label, names)}
-        return found if self.client is None else {**found, "client": self._names("client", self.client, names)}
+        found = {"x": images.x if images else np.concatenate(x), "y": self._name_column("label", self.label, names)}
+        return found if self.client is None else {**found, "client": self._name_column("client", self.client, names)}
 
-    def _look(self, images: Images, cells: Sequence[Any] | NDArray[Any], row: int) -> None:
+    def _add_images(self, images: ImageArray, cells: Sequence[Any] | NDArray[Any], row: int) -> None:
         for at, cell in enumerate(cells, row):
             where = f"the image in row {at} of {self.where}"
             found = None if cell is None else cell.get("path") if cell["bytes"] is None else cell["bytes"]
@@ -81,11 +83,11 @@ class _Columns:
                 raise FedobpError(f"{where} is neither bytes nor the path of a file: save the images anew")
             images.add(where, Path(found) if isinstance(found, str) else found)
 
-    def _numbers(self, name: str, cells: Sequence[Any] | NDArray[Any], row: int) -> NDArray[np.float32]:
+    def _feature_column(self, name: str, cells: Sequence[Any] | NDArray[Any], row: int) -> NDArray[np.float32]:
         """Return a feature's cells as float32, or say which of them is no number."""
         try:
             with np.errstate(over="ignore"):
-                found = np.asarray(_plain(cells), np.float32)
+                found = np.asarray(_reject_non_numbers(cells), np.float32)
         except (ValueError, TypeError, OverflowError):
             # What Python takes for a number, and NumPy does not, is the first of its kind.
             wrong = ((at, cell) for at, cell in enumerate(cells, row) if not _is_number(cell))
@@ -103,10 +105,12 @@ class _Columns:
             )
         return found
 
-    def _names(self, what: str, column: str, cells: Mapping[str, list[Any]]) -> NDArray[Any]:
+    def _name_column(self, what: str, column: str, cells: Mapping[str, list[Any]]) -> NDArray[Any]:
         """Return labels or clients: integers where all of them are whole numbers, else texts."""
         listed = ["" if cell is None else str(cell).strip() for cell in cells[column]]
-        with room_for(f"the {what}s of {self.where}", 4 * len(listed) * max(map(len, listed))):  # all as wide as one
+        with memory_guard(
+            f"the {what}s of {self.where}", 4 * len(listed) * max(map(len, listed))
+        ):  # all as wide as one
             texts = np.array(listed)
         found, first = np.unique(texts, return_index=True)
         occurring: list[str] = found.tolist()
@@ -134,14 +138,14 @@ def numbers_or_texts(names: NDArray[Any]) -> NDArray[Any]:
     return np.array([int(text.partition(".")[0]) for text in found.tolist()])[at]
 
 
-def _plain(cells: Sequence[Any] | NDArray[Any]) -> Sequence[Any] | NDArray[Any]:
+def _reject_non_numbers(cells: Sequence[Any] | NDArray[Any]) -> Sequence[Any] | NDArray[Any]:
     """Return a feature's cells, or raise ValueError for those that NumPy would take for numbers, and people would not.
 
     These are dates, and texts with an underscore, which Python skips in numbers: 1_2 is a name, not 12.
     """
     if isinstance(cells, np.ndarray) and cells.dtype.kind in "biuf":
         return cells
-    if not set(map(type, cells)) <= _NUMBERS or "_" in "".join(map(str, cells)):
+    if not set(map(type, cells)) <= _NUMBER_TYPES or "_" in "".join(map(str, cells)):
         raise ValueError
     return cells
 
@@ -154,7 +158,7 @@ def _is_number(cell: Any) -> bool:
         float(cell)
     except (ValueError, TypeError):
         return False
-    return type(cell) in _NUMBERS and "_" not in str(cell)
+    return type(cell) in _NUMBER_TYPES and "_" not in str(cell)
 
 
 def read_csv(path: Path, label: str, client: str | None, progress: Progress) -> dict[str, NDArray[Any]]:
@@ -177,7 +181,7 @@ def read_csv(path: Path, label: str, client: str | None, progress: Progress) -> 
                 )
             size = path.stat().st_size
             chunks = _csv_chunks(path, names, rows, lambda: progress(f"reading {path.name}", raw.tell() / size))
-            return _Columns(path, names, label, client).gather(chunks)
+            return _Columns(path, names, label, client).to_arrays(chunks)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise FedobpError(
             f"{short(path, 200)} cannot be read as a CSV file ({first_line(error)}): save it anew, in UTF-8"
@@ -185,19 +189,19 @@ def read_csv(path: Path, label: str, client: str | None, progress: Progress) -> 
 
 
 def _csv_chunks(
-    path: Path, names: Sequence[str], rows: Iterator[list[str]], tick: Callable[[], None]
+    path: Path, names: Sequence[str], rows: Iterator[list[str]], on_chunk: Callable[[], None]
 ) -> Iterator[Chunk]:
     done = 0
-    while some := list(islice(rows, _ROWS)):
-        for at, row in enumerate(some, done + 1):
+    while chunk := list(islice(rows, _CHUNK_ROWS)):
+        for at, row in enumerate(chunk, done + 1):
             if len(row) != len(names):
                 raise FedobpError(
                     f"{short(path, 200)} has {len(row)} cells in row {at} and {len(names)} columns: put texts with "
                     "commas into quotes, and fill in what is missing"
                 )
-        yield dict(zip(names, zip(*some, strict=True), strict=True))
-        done += len(some)
-        tick()
+        yield dict(zip(names, zip(*chunk, strict=True), strict=True))
+        done += len(chunk)
+        on_chunk()
 
 
 def read_parquet(path: Path, label: str, client: str | None, progress: Progress) -> dict[str, NDArray[Any]]:
@@ -208,12 +212,14 @@ def read_parquet(path: Path, label: str, client: str | None, progress: Progress)
     except ImportError as error:
         raise FedobpError("Parquet needs pyarrow: pip install 'fedobp[tables]'") from error
     with _arrow_errors(path, "a Parquet file", "save it anew"), parquet.ParquetFile(path) as file:
-        tables = (pyarrow.Table.from_batches([batch]) for batch in file.iter_batches(_ROWS))
+        tables = (pyarrow.Table.from_batches([batch]) for batch in file.iter_batches(_CHUNK_ROWS))
         rows = file.metadata.num_rows
         return _read_arrow(path, file.schema_arrow, rows, tables, label, client, progress)
 
 
-def read_saved(name: str, path: Path, label: str, client: str | None, progress: Progress) -> dict[str, NDArray[Any]]:
+def read_huggingface(
+    name: str, path: Path, label: str, client: str | None, progress: Progress
+) -> dict[str, NDArray[Any]]:
     """Read a Hugging Face dataset that `save_to_disk` wrote; of several splits, the one called train comes first."""
     try:
         import datasets
@@ -233,9 +239,9 @@ def read_saved(name: str, path: Path, label: str, client: str | None, progress: 
                     f"{short(path, 200)} has other columns in '{short(split)}' than in '{short(ordered[0])}': import "
                     "one of them alone"
                 )
-        tables = (table for split in ordered for table in splits[split].with_format("arrow").iter(_ROWS))
+        tables = (table for split in ordered for table in splits[split].with_format("arrow").iter(_CHUNK_ROWS))
         # A known dataset's labels are its numbers; any other's are called as the dataset calls them.
-        classes = getattr(first.features.get(label), "names", None) if name not in KNOWN else None
+        classes = getattr(first.features.get(label), "names", None) if name not in REGISTRY else None
         rows = sum(map(len, splits.values()))
         found = _read_arrow(path, first.features.arrow_schema, rows, tables, label, client, progress, classes)
     return found if "train" not in splits else {**found, "n_train": np.array(len(splits["train"]))}
@@ -268,20 +274,20 @@ def _read_arrow(
     # pandas writes its index as a column of this name: it is no feature.
     names = [name for name in schema.names if not re.fullmatch(r"__index_level_\d+__", name)]
     columns = _Columns(path, names, label, client)
-    kinds = {name: _stored(schema.field(name).type) for name in names}
-    pictures = [name for name in columns.features if _holds_images(kinds[name])]
-    if len(pictures) > 1:
-        both = short(" and ".join(pictures), 200)
+    arrow_types = {name: _storage_type(schema.field(name).type) for name in names}
+    image_columns = [name for name in columns.features if _holds_images(arrow_types[name])]
+    if len(image_columns) > 1:
+        both = short(" and ".join(image_columns), 200)
         raise FedobpError(f"{columns.where} has images in {both}: remove all but one of these columns")
-    columns.features = pictures or columns.features
+    columns.features = image_columns or columns.features
     for name in columns.named:
-        if types.is_nested(kinds[name]):
-            what = "images" if _holds_images(kinds[name]) else "lists"
+        if types.is_nested(arrow_types[name]):
+            what = "images" if _holds_images(arrow_types[name]) else "lists"
             raise FedobpError(
                 f"{columns.where} has {what} in column '{short(name)}': labels and clients are whole numbers or names"
             )
     for name in columns.features:
-        if types.is_nested(kinds[name]) and not pictures:
+        if types.is_nested(arrow_types[name]) and not image_columns:
             raise FedobpError(
                 f"{columns.where} has lists in column '{short(name)}': give each number a column, or import an npz"
             )
@@ -290,8 +296,8 @@ def _read_arrow(
         done = 0
         for table in tables:
             table.validate(full=True)  # offsets in a damaged file may point anywhere
-            chunk: dict[str, Any] = {name: table.column(name).to_pylist() for name in [*columns.named, *pictures]}
-            if not pictures:
+            chunk: dict[str, Any] = {name: table.column(name).to_pylist() for name in [*columns.named, *image_columns]}
+            if not image_columns:
                 chunk |= {name: table.column(name).to_numpy() for name in columns.features}
             if classes:
                 chunk[label] = [
@@ -301,15 +307,15 @@ def _read_arrow(
             done += len(table)
             progress(f"reading {path.name}", done / rows)
 
-    return columns.gather(chunks(), Images(rows) if pictures else None)
+    return columns.to_arrays(chunks(), ImageArray(rows) if image_columns else None)
 
 
-def _stored(kind: Any) -> Any:
+def _storage_type(arrow_type: Any) -> Any:
     """Return how a type is stored: Hugging Face's arrays are lists by another name."""
-    return getattr(kind, "storage_type", kind)
+    return getattr(arrow_type, "storage_type", arrow_type)
 
 
-def _holds_images(kind: Any) -> bool:
+def _holds_images(arrow_type: Any) -> bool:
     from pyarrow import types
 
-    return bool(types.is_struct(kind)) and kind.get_field_index("bytes") >= 0
+    return bool(types.is_struct(arrow_type)) and arrow_type.get_field_index("bytes") >= 0
