@@ -13,9 +13,9 @@ import datasets
 import numpy as np
 import pyarrow
 import pytest
-from bring_cases import arrow, picture, refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from importer_cases import arrow, picture, refused
 from PIL import Image
 
 from fedobp import Config, Federation, Model

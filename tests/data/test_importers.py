@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
-from bring_cases import arrow, imported, refused
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from importer_cases import arrow, imported, refused
 from pyarrow import parquet
 
 from fedobp.data import import_dataset, tables

@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 import pyarrow
 import pytest
-from bring_cases import arrow, imported, picture, refused
+from importer_cases import arrow, imported, picture, refused
 from PIL import Image
 
 datasets.disable_progress_bars()

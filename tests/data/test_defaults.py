@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bring_cases import picture
+from importer_cases import picture
 
 from fedobp import Config, Federation
 from fedobp.data import data_dir, default_clients_and_alpha, partition
@@ -41,13 +41,8 @@ def test_a_set_like_the_papers_gets_the_papers_numbers():
 
 
 def test_clients_have_50_samples_on_average_and_one_is_the_least():
-    assert [default_clients_and_alpha(sizes)[0] for sizes in ([100] * 3, [2500] * 10, [25, 25], [6, 6], [1, 1])] == [
-        6,
-        100,
-        2,
-        1,
-        1,
-    ]
+    expected = {6: [100] * 3, 100: [2500] * 10, 2: [25, 25], 1: [6, 6]}
+    assert [default_clients_and_alpha(sizes)[0] for sizes in (*expected.values(), [1, 1])] == [*expected, 1]
 
 
 def test_the_page_on_data_has_the_chosen_numbers():
