@@ -6,11 +6,12 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from fedobp.data.columns import numbers_or_texts
 from fedobp.data.datasets import Dataset, new_dataset_path, store
 from fedobp.data.free_memory import memory_guard
 from fedobp.data.images import read_images
 from fedobp.data.npz import read_npz
-from fedobp.data.tables import numbers_or_texts, read_csv, read_huggingface, read_parquet
+from fedobp.data.tables import read_csv, read_huggingface, read_parquet
 from fedobp.errors import FedobpError, first_line, short, unknown
 from fedobp.files import regular
 
