@@ -57,7 +57,7 @@ def test_a_natural_partition_has_as_many_clients_as_the_data(wards):
 
 
 def test_data_that_names_nobody_has_no_natural_partition():
-    with pytest.raises(FedobpError, match="--partition natural needs to know whose each sample is"):
+    with pytest.raises(FedobpError, match="--partition natural needs the client of each sample"):
         Federation(Config(partition="natural"))
 
 

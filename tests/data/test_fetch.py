@@ -257,9 +257,7 @@ def test_a_stalled_connection_is_given_up_and_taken_up_again(server, folder, mon
 
 def test_a_broken_download_goes_on_at_the_next_call(server, folder):
     server.orders = [cut(100), status(503)]
-    with pytest.raises(
-        FedobpError, match=r"\(status 503, Service Unavailable\): run .* again to go on where it stopped"
-    ):
+    with pytest.raises(FedobpError, match=r"\(status 503, Service Unavailable\): run .* again to resume"):
         fetch(["organamnist"], folder)
     assert tree(folder) == ["downloads/organamnist/organamnist.npz.part"]
     assert organs(server, folder)[2:] == ["bytes=100-"]
@@ -284,7 +282,7 @@ def test_a_part_that_is_complete_is_not_asked_for_again(server, folder):
 
 def test_a_part_of_another_file_is_found_out_and_the_next_call_starts_over(server, folder):
     part(folder, b"x" * 100)
-    with pytest.raises(FedobpError, match="what came is not the official file"):
+    with pytest.raises(FedobpError, match="the downloaded file is not the official one"):
         fetch(["organamnist"], folder)
     assert tree(folder) == []
     assert organs(server, folder)[1:] == [None]
@@ -297,7 +295,7 @@ def test_a_server_that_always_breaks_off_is_given_up(server, folder):
     server.orders = [short] * 99
     with pytest.raises(
         FedobpError,
-        match=r"\(the connection broke.*\): run `fedobp data fetch organamnist --data-dir .*` again to go on",
+        match=r"\(the connection broke.*\): run `fedobp data fetch organamnist --data-dir .*` again to resume",
     ):
         fetch(["organamnist"], folder)
     assert len(server.asked) == 5
@@ -307,7 +305,7 @@ def test_a_connection_on_which_nothing_ever_comes_is_given_up_at_once(server, fo
     monkeypatch.setattr(sys.modules[fetch.__module__], "READ_TIMEOUT", 0.2)
     server.orders = [stall(0)] * 99
     with pytest.raises(
-        FedobpError, match=r"\(nothing came for 0\.2 s\): run `fedobp data fetch organamnist --data-dir .*` again, or"
+        FedobpError, match=r"\(no data for 0\.2 s\): run `fedobp data fetch organamnist --data-dir .*` again, or"
     ):
         fetch(["organamnist"], folder)
     assert len(server.asked) < 2  # it may not even have been read
@@ -363,7 +361,7 @@ def test_another_file_of_the_same_size_is_found_out(server, folder, name):
     server.orders = [body(content[:-1] + bytes([content[-1] ^ 1]))]
     digest = hashlib.md5(content).hexdigest()
     with pytest.raises(
-        FedobpError, match=rf"what came is not the official file, which has .*MD5 {digest}\): run .*again, or"
+        FedobpError, match=rf"the downloaded file is not the official one, which has .*MD5 {digest}\): run .*again, or"
     ):
         fetch([name], folder)
     assert tree(folder) == []
@@ -371,7 +369,7 @@ def test_another_file_of_the_same_size_is_found_out(server, folder, name):
 
 def test_a_file_of_another_size_is_not_even_downloaded(server, folder):
     server.orders = [body(b"Please log in to this network.")]
-    with pytest.raises(FedobpError, match=rf"\(the file there has 30 bytes, and the official one {len(CONTENT):,}\)"):
+    with pytest.raises(FedobpError, match=rf"\(the server's file has 30 bytes, the official one {len(CONTENT):,}\)"):
         fetch(["organamnist"], folder)
     assert tree(folder) == []
 
@@ -379,7 +377,7 @@ def test_a_file_of_another_size_is_not_even_downloaded(server, folder):
 def test_where_the_size_is_not_published_the_checksum_decides(server, folder):
     assert SOURCES["organcmnist"].files[0].size is None
     server.orders = [body(b"Please log in to this network.")]
-    with pytest.raises(FedobpError, match=r"what came is not the official file, which has MD5 [0-9a-f]{32}"):
+    with pytest.raises(FedobpError, match=r"the downloaded file is not the official one, which has MD5 [0-9a-f]{32}"):
         fetch(["organcmnist"], folder)
     assert tree(folder) == []
 

@@ -1,4 +1,4 @@
-"""Data: datasets by name, partitions over clients, and client data as tensors."""
+"""Datasets by name, their partitions over clients, and client data as tensors."""
 
 from fedobp.data.datasets import (
     Dataset,

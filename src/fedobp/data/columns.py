@@ -1,4 +1,4 @@
-"""The columns of a table with labels: which column is what, and its cells as arrays of a dataset.
+"""The columns of a table with labels: the role of each column, and its cells as arrays.
 
 Every column except those of the label and the client is a feature and must hold numbers.
 """
@@ -17,15 +17,22 @@ from fedobp.data.free_memory import memory_guard, require_free_memory
 from fedobp.data.images import ImageArray
 from fedobp.errors import FedobpError, short, unknown
 
-# Canonical whole numbers of 64 bits, also as pandas writes them where some are missing: 7 and 7.0, but not 007.
+# Canonical 64-bit integers, also as pandas writes a column with missing values: 7 and 7.0, but not 007.
 _WHOLE = re.compile(r"-?(0|[1-9]\d{0,17})(\.0+)?")
-_NUMBER_TYPES = {str, float, int, bool, Decimal, type(None)}  # what a cell may be, unless NumPy has them as numbers
+_NUMBER_TYPES = {
+    str,
+    float,
+    int,
+    bool,
+    Decimal,
+    type(None),
+}  # the types of cells in columns that NumPy does not store as numbers
 
 Chunk = Mapping[str, Sequence[Any] | NDArray[Any]]
 
 
 class Columns:
-    """Which of a table's columns are what."""
+    """The roles of a table's columns: label, client, features."""
 
     def __init__(self, where: Path, names: Sequence[str], label: str, client: str | None) -> None:
         self.where, self.label, self.client = short(where, 200), label, client
@@ -43,7 +50,7 @@ class Columns:
             raise FedobpError(f"{self.where} has no columns besides {besides}: there are no inputs")
 
     def to_arrays(self, chunks: Iterable[Chunk], images: ImageArray | None = None) -> dict[str, NDArray[Any]]:
-        """Return a dataset's arrays from its rows; with `images`, the one feature is a column of them."""
+        """Return a dataset's arrays from chunks of rows; with `images`, the only feature is a column of images."""
         x: list[NDArray[np.float32]] = []
         names: dict[str, list[Any]] = {name: [] for name in self.named}
         size = 0
@@ -54,11 +61,9 @@ class Columns:
             else:
                 x.append(np.stack([self._feature_column(name, chunk[name], row) for name in self.features], axis=1))
                 size += x[-1].nbytes
-                require_free_memory(
-                    f"{self.where}, of which {row:,} rows are read,", size
-                )  # to join the parts in the end
-            for name, known in names.items():
-                known.extend(chunk[name])
+                require_free_memory(f"{self.where}, of which {row:,} rows are read,", size)  # for the concatenation
+            for name, cells in names.items():
+                cells.extend(chunk[name])
         if not names[self.label]:
             raise FedobpError(f"{self.where} has no rows: there is nothing to import")
         found = {"x": images.x if images else np.concatenate(x), "y": self._name_column("label", self.label, names)}
@@ -75,12 +80,12 @@ class Columns:
             images.add(where, Path(found) if isinstance(found, str) else found)
 
     def _feature_column(self, name: str, cells: Sequence[Any] | NDArray[Any], row: int) -> NDArray[np.float32]:
-        """Return a feature's cells as float32, or say which of them is no number."""
+        """Return a feature's cells as float32; a cell that is no finite number is a user error."""
         try:
             with np.errstate(over="ignore"):
                 found = np.asarray(_reject_non_numbers(cells), np.float32)
         except (ValueError, TypeError, OverflowError):
-            # What Python takes for a number, and NumPy does not, is the first of its kind.
+            # If Python accepts all cells as numbers and NumPy does not, report the first cell.
             wrong = ((at, cell) for at, cell in enumerate(cells, row) if not _is_number(cell))
             at, cell = next(wrong, (row, cells[0]))
             shown = "nothing" if cell == "" else f"'{short(cell)}'"
@@ -97,11 +102,11 @@ class Columns:
         return found
 
     def _name_column(self, what: str, column: str, cells: Mapping[str, list[Any]]) -> NDArray[Any]:
-        """Return labels or clients: integers where all of them are whole numbers, else texts."""
+        """Return labels or clients: integers if all of them are whole numbers, else texts."""
         listed = ["" if cell is None else str(cell).strip() for cell in cells[column]]
         with memory_guard(
             f"the {what}s of {self.where}", 4 * len(listed) * max(map(len, listed))
-        ):  # all as wide as one
+        ):  # NumPy stores all texts at the width of the longest
             texts = np.array(listed)
         found, first = np.unique(texts, return_index=True)
         occurring: list[str] = found.tolist()
@@ -122,7 +127,7 @@ class Columns:
 
 
 def numbers_or_texts(names: NDArray[Any]) -> NDArray[Any]:
-    """Return names as integers where all of them are whole numbers, which are then in the order of numbers."""
+    """Return names as integers if all of them are whole numbers, so that they sort by value."""
     found, at = np.unique(names, return_inverse=True)
     if not all(_WHOLE.fullmatch(text) for text in found.tolist()):
         return names
@@ -130,9 +135,9 @@ def numbers_or_texts(names: NDArray[Any]) -> NDArray[Any]:
 
 
 def _reject_non_numbers(cells: Sequence[Any] | NDArray[Any]) -> Sequence[Any] | NDArray[Any]:
-    """Return a feature's cells, or raise ValueError for those that NumPy would take for numbers, and people would not.
+    """Return a feature's cells; raise ValueError for dates and for texts with an underscore.
 
-    These are dates, and texts with an underscore, which Python skips in numbers: 1_2 is a name, not 12.
+    NumPy would accept both as numbers: Python skips underscores, but 1_2 is a name and not 12.
     """
     if isinstance(cells, np.ndarray) and cells.dtype.kind in "biuf":
         return cells
@@ -142,7 +147,7 @@ def _reject_non_numbers(cells: Sequence[Any] | NDArray[Any]) -> Sequence[Any] | 
 
 
 def _is_number(cell: Any) -> bool:
-    """Say whether a single cell is a number; a missing one is not a wrong one."""
+    """Return whether a cell is a number; a missing cell counts as one, because it is reported separately."""
     if cell is None:
         return True
     try:

@@ -1,4 +1,4 @@
-"""Datasets: arrays of inputs and labels, kept as one npz per name, read and written without pickle."""
+"""Datasets: arrays of inputs and labels, stored as one npz file per name, read and written without pickle."""
 
 import os
 import random
@@ -21,19 +21,19 @@ from fedobp.errors import FedobpError, short, unknown
 from fedobp.files import atomic_write, unwritable
 
 EMBEDDED = "digits"
-_MAX_NAME_LENGTH = 100  # characters of a dataset's name: it becomes part of the names of files and run folders
+_MAX_NAME_LENGTH = 100  # characters; a dataset's name becomes part of file and run folder names
 
 
 @dataclass(frozen=True)
 class Info:
-    """What `fedobp data list` says of a dataset; `samples` is None while its file is not there."""
+    """A dataset's summary for `fedobp data list`; `samples` is None if its file is absent."""
 
     name: str
     samples: int | None
     shape: tuple[int, ...]
     classes: int
     available: bool
-    clients: int = 0  # how many clients its samples came from; 0: not known
+    clients: int = 0  # number of natural clients; 0: none given
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Dataset:
     name: str
     x: NDArray[Any]
     y: NDArray[np.int64]
-    labels: tuple[str | int, ...]  # what label 0, 1, ... was called in the file
-    n_train: int  # how many leading samples are the official training split; 0: not known
-    clients: NDArray[np.int64] | None = None  # whose each sample is, 0, 1, ..., where that is known
-    client_names: tuple[str, ...] = ()  # what client 0, 1, ... was called in the file
+    labels: tuple[str | int, ...]  # the names of label 0, 1, ... in the file
+    n_train: int  # number of leading samples that form the official training split; 0: no official split
+    clients: NDArray[np.int64] | None = None  # each sample's natural client, 0, 1, ..., if the file has them
+    client_names: tuple[str, ...] = ()  # the names of client 0, 1, ... in the file
 
     @property
     def classes(self) -> int:
-        """How many labels there are."""
+        """Number of labels."""
         return len(self.labels)
 
     @property
@@ -72,12 +72,12 @@ def data_dir(given: str | None = None) -> Path:
         raise FedobpError(f"the data folder must be readable text, not '{short(folder)}': rename it")
     try:
         return folder.expanduser()
-    except RuntimeError as error:  # the home folder of nobody
+    except RuntimeError as error:  # the home folder of a user that does not exist
         raise FedobpError(f"the data folder {short(folder)} has no home folder: write its whole path") from error
 
 
 def dataset_names(folder: Path) -> list[str]:
-    """Return the names of all known and all imported datasets, the paper's first."""
+    """Return the names of all registered and all imported datasets, the registered ones first."""
     try:
         imported = sorted(path.stem for path in folder.glob("*.npz"))
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL byte
@@ -89,7 +89,7 @@ def dataset_names(folder: Path) -> list[str]:
 
 
 def load(name: str, folder: Path) -> Dataset:
-    """Return a dataset by name, from its file or, for the digits, from scikit-learn."""
+    """Load a dataset by name from its file; the digits come from scikit-learn."""
     if name == EMBEDDED:
         return _digits()
     with memory_guard(f"dataset '{name}'"):
@@ -97,7 +97,7 @@ def load(name: str, folder: Path) -> Dataset:
 
 
 def describe(name: str, folder: Path) -> Info:
-    """Return a dataset's sizes; of a large file only the array headers and the labels are read."""
+    """Return a dataset's sizes; only the array headers and the labels are read."""
     if name == EMBEDDED:
         return _digits().info
     path = _find(name, folder)
@@ -114,15 +114,15 @@ def describe(name: str, folder: Path) -> Info:
 
 
 def label_sizes(name: str, folder: Path) -> list[int]:
-    """Return how many samples each label of an imported dataset has; its inputs are not read."""
+    """Return the number of samples of each label of an imported dataset; its inputs are not read."""
     path = _find(name, folder)
-    assert path is not None, "known datasets may have no file"
+    assert path is not None, "registered datasets may have no file"
     _, numbered = _labels(name, _as_vector(read_npz(path, ("y",))["y"]))
     return [int(size) for size in np.bincount(numbered)]
 
 
 def list_datasets(folder: Path) -> list[Info]:
-    """Return the sizes of all known and all imported datasets; a file that cannot be read counts as not there."""
+    """Return the sizes of all registered and all imported datasets; an unreadable file counts as absent."""
     found = []
     for name in dataset_names(folder):
         try:
@@ -134,7 +134,7 @@ def list_datasets(folder: Path) -> list[Info]:
 
 
 def store(name: str, arrays: Mapping[str, NDArray[Any]], folder: Path) -> Dataset:
-    """Check arrays and keep them in the folder under a name; nothing is ever overwritten."""
+    """Check arrays and store them in the folder under a name; an existing dataset is never overwritten."""
     target = new_dataset_path(name, folder)
     dataset = parse(name, arrays)
     y = np.array(dataset.labels)[dataset.y]
@@ -151,7 +151,7 @@ def store(name: str, arrays: Mapping[str, NDArray[Any]], folder: Path) -> Datase
 
 
 def new_dataset_path(name: str, folder: Path) -> Path:
-    """Return where a dataset of that name will lie, or say why there cannot be one."""
+    """Return the path for a new dataset; a name that is invalid or taken is a user error."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name) or len(name) > _MAX_NAME_LENGTH:
         raise FedobpError(
             f"'{short(name)}' cannot name a dataset: use lower-case letters, digits, '-', '_' and '.', at most "
@@ -168,7 +168,7 @@ def new_dataset_path(name: str, folder: Path) -> Path:
 
 
 def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
-    """Check arrays `x`, `y` and, where they are given, `n_train` and `client`, and return them as a dataset."""
+    """Check arrays `x`, `y` and optionally `n_train` and `client`, and return them as a dataset."""
     _check_shapes(name, {key: np.shape(array) for key, array in arrays.items()})
     x, y = arrays["x"], _as_vector(arrays["y"])
     if x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[3] > 4:
@@ -182,7 +182,7 @@ def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
         with (
             memory_guard(f"dataset '{name}'", 5 * x.size),
             np.errstate(over="ignore"),
-        ):  # its floats, and which are finite
+        ):  # float32 copy and the mask of finite values
             x = x.astype(np.float32, copy=False)
             finite = np.isfinite(x).all()
         if not finite:
@@ -205,7 +205,7 @@ def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
 
 
 def _check_shapes(name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse arrays that cannot be a dataset, by what their headers say."""
+    """Raise a user error if arrays of these shapes cannot form a dataset."""
     for key in ("x", "y"):
         if key not in shapes:
             found = short(", ".join(shapes) or "nothing", 200)
@@ -224,7 +224,7 @@ def _as_vector(column: NDArray[Any]) -> NDArray[Any]:
 
 
 def _labels(name: str, y: NDArray[Any]) -> tuple[tuple[str | int, ...], NDArray[np.int64]]:
-    """Return what label 0, 1, ... is called (all of a known set's, or those that occur), and each sample's number."""
+    """Return the label names (all of a registered dataset, else those that occur) and each sample's label number."""
     y = _check_names(name, "labels", "y", y)
     if name in REGISTRY:
         classes = REGISTRY[name].classes
@@ -242,7 +242,7 @@ def _labels(name: str, y: NDArray[Any]) -> tuple[tuple[str | int, ...], NDArray[
 
 
 def _clients(name: str, client: NDArray[Any], samples: int) -> tuple[tuple[str, ...], NDArray[np.int64]]:
-    """Return what client 0, 1, ... is called, and whose each sample is."""
+    """Return the names of client 0, 1, ... and each sample's client."""
     client = _as_vector(client)
     if client.shape != (samples,):
         raise FedobpError(f"dataset '{name}' has client of shape {client.shape} and {samples} samples: it must be [N]")
@@ -251,7 +251,7 @@ def _clients(name: str, client: NDArray[Any], samples: int) -> tuple[tuple[str, 
 
 
 def _check_names(name: str, what: str, key: str, values: NDArray[Any]) -> NDArray[Any]:
-    """Return names as texts or as signed 64-bit integers, or say why they are neither."""
+    """Return names as texts or as signed 64-bit integers; other types are a user error."""
     if values.dtype.kind == "U":
         native = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
         if native.view(np.uint32).max(initial=0) > sys.maxunicode:
@@ -271,12 +271,12 @@ def _check_names(name: str, what: str, key: str, values: NDArray[Any]) -> NDArra
 
 
 def _find(name: str, folder: Path) -> Path | None:
-    """Return a dataset's file; None where a known one is absent."""
+    """Return the path of a dataset's file; None for a registered dataset without a file."""
     names = dataset_names(folder)
     if name not in names:
         raise unknown("dataset", name, names)
     path = folder / f"{name}.npz"
-    return path if os.path.lexists(path) else None  # a link to nowhere is a file that cannot be read
+    return path if os.path.lexists(path) else None  # a broken link counts as an unreadable file
 
 
 def _open(name: str, folder: Path) -> dict[str, NDArray[Any]]:
@@ -296,7 +296,7 @@ def _open(name: str, folder: Path) -> dict[str, NDArray[Any]]:
 def _digits() -> Dataset:
     """scikit-learn's 1,797 handwritten digits, 8x8, 16 grey levels (UCI ML hand-written digits, test part)."""
     state = random.getstate()
-    from sklearn.datasets import load_digits  # draws from Python's global generator while it is loaded
+    from sklearn.datasets import load_digits  # its import draws from Python's global generator
 
     random.setstate(state)
     x, y = load_digits(return_X_y=True)

@@ -1,4 +1,4 @@
-"""Defaults for one's own data: as many clients as it can feed, and an alpha that the published recipe ends with."""
+"""Defaults for imported data: a number of clients and an alpha for which the published partition recipe terminates."""
 
 import math
 from collections.abc import Sequence
@@ -12,26 +12,26 @@ from fedobp.data.partition import TEST_SHARE
 from fedobp.data.partitioners import MIN_SAMPLES
 from fedobp.data.registry import REGISTRY
 
-_MAX_CLIENTS = 100  # the paper's number, and the most that is chosen
-_SAMPLES_PER_CLIENT = 50  # for a client, on average
+_MAX_CLIENTS = 100  # the paper's number
+_SAMPLES_PER_CLIENT = 50  # on average
 _ALPHAS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 100.0)  # the first one is the paper's
-_TRIAL_DRAWS, _MIN_SUCCESSES = 30, 3  # so many of these draws must succeed: the recipe draws up to 1,000 times
-_MAX_EXPONENT = 4.0  # the recipe gives up after ten draws that make it expect more than 10^9
-_MAX_LABELS = 1000  # looked at, the largest: what others add can only help
-_LABEL_CHUNK = 100  # of them
+_TRIAL_DRAWS, _MIN_SUCCESSES = 30, 3  # at least 3 of 30 draws must succeed; the recipe draws up to 1,000 times
+_MAX_EXPONENT = 4.0  # of the expected draws; the recipe stops after ten draws if it expects more than 10^9
+_MAX_LABELS = 1000  # the largest labels are simulated; further labels only add samples
+_LABEL_CHUNK = 100  # labels simulated at once
 
 
 def default_clients_and_alpha(
     sizes: Sequence[int], clients: int | None = None, alpha: float | None = None
 ) -> tuple[int, float]:
-    """Return a number of clients and an alpha for labels of these sizes; what is given stays.
+    """Return a number of clients and an alpha for labels of these sizes; a given value is kept.
 
-    That is as many clients as have 50 samples on average, at least 2 and at most 100, and for them the smallest alpha
-    from 0.1 on with which one draw of the published recipe in ten gives everyone 10 samples; where there is no such
-    alpha, fewer clients. What suits nobody is left to one client, or to what was given.
+    The number of clients gives 50 samples per client on average, and is between 2 and 100. Alpha is the smallest
+    listed value at which one draw in ten of the published recipe gives every client 10 samples. If there is none, the
+    number of clients is reduced, down to one.
     """
     samples = sum(sizes)
-    # Of each label at least one sample falls on the last client: that is how the recipe rounds.
+    # The recipe rounds the boundaries down, so the last client gets at least one sample of each label.
     upper = min(
         _MAX_CLIENTS,
         max(2, samples // _SAMPLES_PER_CLIENT),
@@ -52,9 +52,9 @@ def default_clients_and_alpha(
 
 
 def flags_to_run(dataset: Dataset) -> dict[str, str] | None:
-    """Return the flags that `fedobp run` needs besides a dataset's name for a run that works; None: there is none.
+    """Return the flags that `fedobp run` needs besides the dataset's name; None if no run is possible.
 
-    Where it is known whose samples are, they stay there, unless everybody has too few for one of them to be for test.
+    Natural clients are kept if at least one of them has enough samples for a test split.
     """
     samples, least = len(dataset.y), math.ceil(1 / TEST_SHARE)
     if dataset.clients is not None and np.bincount(dataset.clients).max() >= least:
@@ -69,7 +69,7 @@ def flags_to_run(dataset: Dataset) -> dict[str, str] | None:
 
 
 def _recipe_succeeds(sizes: NDArray[np.int64], clients: int, alpha: float) -> bool:
-    """Say whether the published recipe surely ends, from some draws of how many samples everyone gets."""
+    """Return whether the published recipe terminates, estimated from trial draws of the clients' sizes."""
     random, successes, short_clients = default_rng(0), 0, 0
     for draw in range(1, _TRIAL_DRAWS + 1):
         missing = _count_short_clients(sizes, clients, alpha, random)
@@ -81,7 +81,7 @@ def _recipe_succeeds(sizes: NDArray[np.int64], clients: int, alpha: float) -> bo
 
 
 def _count_short_clients(sizes: NDArray[np.int64], clients: int, alpha: float, random: Generator) -> int:
-    """Return how many clients have too few samples in one draw."""
+    """Return the number of clients with too few samples in one draw."""
     found = np.zeros(clients, np.int64)
     for at in range(0, len(sizes), _LABEL_CHUNK):
         some = sizes[at : at + _LABEL_CHUNK]

@@ -1,7 +1,7 @@
-"""Fetching named datasets: official files, checked, turned into the one npz that every dataset is.
+"""Download of registered datasets: official files are checked and converted to NAME.npz.
 
-Files land in `downloads/NAME` of the data folder. A download that broke off is kept there as FILE.part and goes on at
-the next attempt; a file that somebody put there by hand is checked and used like one that was downloaded.
+Files are stored in `downloads/NAME` of the data folder. An interrupted download stays there as FILE.part and resumes at
+the next attempt; a file that the user puts there is checked and used like a downloaded one.
 """
 
 import os
@@ -20,17 +20,17 @@ from fedobp.files import regular, unwritable
 if TYPE_CHECKING:
     from requests import Response
 
-Progress = Callable[[str, float], None]  # hears what is under way, and which share of it is done
+Progress = Callable[[str, float], None]  # called with the current step and the share that is done
 
-CONNECT_TIMEOUT = 10.0  # seconds to wait for a connection
-READ_TIMEOUT = 30.0  # seconds without a byte after which a connection counts as broken
+CONNECT_TIMEOUT = 10.0  # seconds
+READ_TIMEOUT = 30.0  # seconds without data
 MAX_TRIES = 5
 RETRY_PAUSE = 1.0  # seconds between tries
-CHUNK_SIZE = 1 << 14  # bytes; what a stalled connection has brought of one is lost
+CHUNK_SIZE = 1 << 14  # bytes; an incomplete chunk is lost when the connection stalls
 
 
 def fetch(names: Sequence[str], folder: Path, progress: Progress = lambda what, share: None) -> list[Info]:
-    """Get named datasets into the data folder, but for those that are there, and return their sizes."""
+    """Download datasets into the data folder, except those already there, and return their sizes."""
     for name in names:
         if name != EMBEDDED and name not in SOURCES:
             raise unknown("dataset to fetch", name, [EMBEDDED, *SOURCES])
@@ -50,13 +50,13 @@ def _fetch(name: str, folder: Path, progress: Progress) -> Info:
     progress(f"{name}: unpacking", 0.0)
     with memory_guard(f"dataset '{name}'"):
         dataset = store(name, read(name, paths, lambda share: progress(f"{name}: unpacking", share)), folder)
-    for path in downloaded:  # what was put there by hand stays
+    for path in downloaded:  # the user's own files stay
         path.unlink()
     return dataset.info
 
 
 def _download_or_check(name: str, file: File, downloads: Path, progress: Progress) -> Path:
-    """Return an official file's path, after checking the one that lies there or downloading it."""
+    """Return the path of an official file: check the file if it is there, else download it."""
     import pooch
 
     path = downloads / file.name
@@ -74,8 +74,8 @@ def _download_or_check(name: str, file: File, downloads: Path, progress: Progres
     download = _Download(name, file, downloads, progress)
     try:
         pooch.retrieve(file.url, file.checksum, fname=file.name, path=downloads, downloader=download)
-    except ValueError as error:  # pooch's word for a wrong checksum
-        raise download.error(f"what came is not the official file, which has {_identity(file)}") from error
+    except ValueError as error:  # wrong checksum
+        raise download.error(f"the downloaded file is not the official one, which has {_identity(file)}") from error
     except OSError as error:
         raise unwritable(downloads, error) from error
     return path
@@ -87,16 +87,16 @@ def _identity(file: File) -> str:
 
 
 class _Interrupted(Exception):
-    """A download broke off for a reason that may pass."""
+    """A download was interrupted for a reason that may be temporary."""
 
 
 class _Download:
-    """What pooch downloads a file with: goes on where an earlier try broke off, if the server can."""
+    """A downloader for pooch that resumes an interrupted download if the server supports it."""
 
     def __init__(self, name: str, file: File, downloads: Path, progress: Progress) -> None:
         self._name, self._file, self._downloads, self._progress = name, file, downloads, progress
         self._part = downloads / f"{file.name}.part"
-        self._received = 0  # bytes, in this try
+        self._received = 0  # bytes in this try
 
     def __call__(self, url: str, output: Any, pooch: object, *, check_only: bool | None = None) -> None:
         for left in reversed(range(MAX_TRIES)):
@@ -105,16 +105,16 @@ class _Download:
                 self._resume()
                 break
             except _Interrupted as error:
-                if not (left and self._received):  # where nothing came, nothing will
+                if not (left and self._received):  # no retry if no data was received
                     raise self.error(str(error)) from error
                 time.sleep(RETRY_PAUSE)
-        self._part.replace(output)  # pooch checks it there, and removes it if it is wrong
+        self._part.replace(output)  # pooch verifies the checksum there, and removes a wrong file
 
     def error(self, reason: str) -> FedobpError:
-        """Return the error for a file that could not be had, with what to put where."""
+        """Return the user error for a failed download; it names the files to download by hand and their folder."""
         missing = [file for file in SOURCES[self._name].files if not (self._downloads / file.name).exists()]
         files = ", ".join(f"{file.name} ({file.url})" for file in missing)
-        kept = " to go on where it stopped" if self._partial_size() else ""
+        kept = " to resume" if self._partial_size() else ""
         folder = shlex.quote(str(self._downloads.parent.parent))
         return FedobpError(
             f"dataset '{self._name}' cannot be downloaded from {self._file.url} ({reason}): run `fedobp data fetch "
@@ -126,14 +126,14 @@ class _Download:
         return regular(self._part).stat().st_size if os.path.lexists(self._part) else 0
 
     def _resume(self) -> None:
-        """Fetch what is missing of the file; one try."""
+        """Download the missing rest of the file, in one try."""
         import requests
         from urllib3.exceptions import HTTPError, ReadTimeoutError
 
         size_so_far = self._partial_size()
         if size_so_far and size_so_far == self._file.size:
             return
-        # The bytes as they lie on the server: one may pack them, or take a gzipped file for a packed transfer.
+        # The bytes as stored: a server may compress them, or declare a gzipped file as a compressed transfer.
         headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={size_so_far}-"} if size_so_far else {})
         try:
             with requests.get(
@@ -144,21 +144,21 @@ class _Download:
                     self._write_response(response, size_so_far if response.status_code == 206 else 0)
                     return
         except (requests.ReadTimeout, ReadTimeoutError) as error:
-            raise _Interrupted(f"nothing came for {READ_TIMEOUT:g} s") from error
+            raise _Interrupted(f"no data for {READ_TIMEOUT:g} s") from error
         except requests.ConnectionError as error:
             raise _Interrupted("no connection") from error
         except (requests.RequestException, HTTPError) as error:
             raise _Interrupted(f"the connection broke: {type(error).__name__}") from error
         if not (size_so_far and response.status_code in (206, 416)):
             raise self.error(f"status {response.status_code}, {response.reason}")
-        self._part.unlink()  # the server has another idea of how to go on: start over
+        self._part.unlink()  # the server cannot resume: start over
         self._resume()
 
     def _write_response(self, response: "Response", size_so_far: int) -> None:
         announced = response.headers.get("Content-Length")
         total = size_so_far + int(announced) if announced else self._file.size
         if self._file.size not in (None, total):
-            raise self.error(f"the file there has {total:,} bytes, and the official one {self._file.size:,}")
+            raise self.error(f"the server's file has {total:,} bytes, the official one {self._file.size:,}")
         with self._part.open("ab" if size_so_far else "wb") as part:
             for chunk in response.raw.stream(CHUNK_SIZE, decode_content=False):
                 part.write(chunk)

@@ -1,8 +1,8 @@
-"""The official files of the named datasets, read without pickle into one array, piece by piece.
+"""Readers of the official file formats of the registered datasets, without pickle and in chunks.
 
-A reader takes the files' paths in the order in which `sources` lists them, and returns the arrays that a dataset is:
-`x`, `y` and `n_train`, with the training split first. Besides the array it fills, it holds one piece at a time, except
-for SVHN and MedMNIST, whose formats come whole.
+A reader takes the paths of the files in the order of `sources`, and returns a dataset's arrays `x`, `y` and `n_train`,
+with the training split first. Besides the result it holds one chunk at a time, except for SVHN and MedMNIST, whose
+formats can only be read whole.
 """
 
 import gzip
@@ -21,14 +21,14 @@ from fedobp.data.free_memory import require_free_memory
 from fedobp.data.npz import read_npz
 
 Arrays = dict[str, NDArray[Any]]
-OnProgress = Callable[[float], None]  # hears which share is done
+OnProgress = Callable[[float], None]  # called with the share that is done
 Reader = Callable[[Sequence[Path], OnProgress], Arrays]
 
-CHUNK = 4096  # samples read at a time
+CHUNK = 4096  # samples read at once
 
 
 class _ArrayBuilder:
-    """The arrays of a dataset while they are filled from the front."""
+    """The arrays of a dataset, filled in order."""
 
     def __init__(self, samples: int, shape: tuple[int, ...], on_progress: OnProgress) -> None:
         require_free_memory(
@@ -55,7 +55,7 @@ def idx(paths: Sequence[Path], on_progress: OnProgress) -> Arrays:
 def emnist(paths: Sequence[Path], on_progress: OnProgress) -> Arrays:
     """Read EMNIST's byclass split out of its zip of gzipped files.
 
-    The files hold each image with rows and columns exchanged; here the characters stand upright, as in MNIST.
+    The files hold each image transposed; the reader transposes it back, so that characters are upright as in MNIST.
     """
     names = [f"{split}-{kind}" for split in ("train", "test") for kind in ("images-idx3", "labels-idx1")]
     with ExitStack() as opened:
@@ -74,7 +74,7 @@ def _idx(streams: Sequence[gzip.GzipFile], on_progress: OnProgress, *, transpose
         for n in _chunk_sizes(count):
             x = _read_exactly(images, n * math.prod(size)).reshape(n, *size)
             builder.add(x.swapaxes(1, 2) if transposed else x, _read_exactly(labels, n))
-        if images.read(1) or labels.read(1):  # at its end a gzipped file also checks itself
+        if images.read(1) or labels.read(1):  # reading to the end also verifies the gzip checksum
             raise ValueError("it goes on after its last sample")
     return builder.arrays(n_train=shapes[0][0])
 
@@ -86,13 +86,13 @@ def _idx_shape(stream: gzip.GzipFile, axes: int) -> tuple[int, ...]:
 
 
 def cifar10(paths: Sequence[Path], on_progress: OnProgress) -> Arrays:
-    """Read CIFAR10's binary version: a label and three planes of 32x32 a sample."""
+    """Read CIFAR10's binary version: per sample a label and three planes of 32x32."""
     batches = [f"cifar-10-batches-bin/data_batch_{k}.bin" for k in range(1, 6)]
     return _cifar(paths[0], batches, "cifar-10-batches-bin/test_batch.bin", 1, on_progress)
 
 
 def cifar100(paths: Sequence[Path], on_progress: OnProgress) -> Arrays:
-    """Read CIFAR100's binary version: a coarse label, the label, and three planes of 32x32 a sample."""
+    """Read CIFAR100's binary version: per sample a coarse label, the label, and three planes of 32x32."""
     return _cifar(paths[0], ["cifar-100-binary/train.bin"], "cifar-100-binary/test.bin", 2, on_progress)
 
 
@@ -116,7 +116,7 @@ def _cifar(path: Path, train: Sequence[str], test: str, labels: int, on_progress
 
 
 def svhn(paths: Sequence[Path], on_progress: OnProgress) -> Arrays:
-    """Read SVHN's cropped digits, training and test: MATLAB files, in which label 10 stands for the digit 0."""
+    """Read SVHN's cropped digits, training and test: MATLAB files in which label 10 is the digit 0."""
     from scipy.io import loadmat
 
     parts = [loadmat(path, variable_names=["X", "y"]) for path in paths]

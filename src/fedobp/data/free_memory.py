@@ -1,4 +1,4 @@
-"""How much memory is free: asked before something large is read, because a full machine ends programs at once."""
+"""Checks of free memory before large reads, because the system kills a process that runs out of memory."""
 
 import os
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ from fedobp.errors import FedobpError, first_line
 
 
 def free_bytes() -> float:
-    """Return the bytes that this process may still take: of the machine, of its container, or of its own limit."""
+    """Return the bytes that this process may still allocate: the least of machine, container and process limit."""
     page = os.sysconf("SC_PAGE_SIZE")
     free, mapped, resident = float(page * os.sysconf("SC_PHYS_PAGES")), 0, 0
-    with suppress(OSError, ValueError, IndexError):  # files of Linux
+    with suppress(OSError, ValueError, IndexError):  # Linux only
         mapped, resident = (int(pages) * page for pages in Path("/proc/self/statm").read_text().split()[:2])
         [line] = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:")]
         free = 1024.0 * int(line.split()[1])
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # no such limit, or the word "max"
+        with suppress(OSError, ValueError):  # no limit, or the word "max"
             free = min(free, float(Path(limit).read_text()) - resident)
     with suppress(ImportError):  # not on Windows
         import resource
@@ -29,14 +29,14 @@ def free_bytes() -> float:
 
 
 def require_free_memory(what: str, size: float) -> None:
-    """Refuse what needs more bytes than are free."""
+    """Raise a user error if `what` needs more bytes than are free."""
     if size > free_bytes():
         raise _out_of_memory(what, _format_bytes(size))
 
 
 @contextmanager
 def memory_guard(what: str, size: float = 0) -> Iterator[None]:
-    """Refuse what needs more bytes than are free, and say in a sentence where memory runs out nevertheless."""
+    """Raise a user error if `what` needs more bytes than are free, or if a MemoryError occurs inside the block."""
     require_free_memory(what, size)
     try:
         yield

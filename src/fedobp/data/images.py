@@ -1,4 +1,4 @@
-"""Images of one size, from a folder for each class or from bytes."""
+"""Import of images of one size, from one folder per class or from bytes."""
 
 import io
 import warnings
@@ -14,7 +14,7 @@ from fedobp.files import regular
 
 
 class ImageArray:
-    """As many images as were announced, in one array: all of one size, and all grey or all in colour."""
+    """An array of `count` images, filled one by one: all of one size, and all grey or all in colour."""
 
     def __init__(self, count: int) -> None:
         self.x: NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -36,7 +36,7 @@ class ImageArray:
 
 
 def read_images(folder: Path, progress: Callable[[str, float], None]) -> tuple[NDArray[np.uint8], NDArray[np.str_]]:
-    """Return the images in a folder's folders, and for each the name of its folder: its class."""
+    """Return the images in the subfolders of a folder, and for each image its subfolder's name: the class."""
     classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not classes:
         raise FedobpError(
@@ -71,12 +71,12 @@ def _read_pixels(where: str, file: Path | bytes) -> NDArray[np.uint8]:
 
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module=r"PIL\.")  # what it has to say of odd files that it can read
-            warnings.simplefilter("error", Image.DecompressionBombWarning)  # Pillow's word for far too many pixels
+            warnings.filterwarnings("ignore", module=r"PIL\.")  # warnings about unusual files that it can read
+            warnings.simplefilter("error", Image.DecompressionBombWarning)  # too many pixels
             with Image.open(regular(file) if isinstance(file, Path) else io.BytesIO(file)) as image:
                 deep = image.mode.startswith(("I", "F"))
                 if not deep:
-                    # Decoded, and converted: four bytes for a pixel each.
+                    # The decoded and the converted image: four bytes per pixel each.
                     with memory_guard(where, 8 * image.width * image.height):
                         return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
     except (FedobpError, MemoryError):

@@ -1,4 +1,4 @@
-"""Bringing your own data in: from a file or a folder to the one npz that every dataset is."""
+"""Import of user data: a file or a folder becomes NAME.npz in the data folder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,11 +25,11 @@ def import_dataset(
     client: str | None = None,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> Dataset:
-    """Read data from a file or folder, check it, and keep it in the data folder under a name.
+    """Read data from a file or folder, check it, and store it in the data folder under a name.
 
     The source is an npz, CSV or Parquet file, a folder of images by class, or a Hugging Face dataset that was saved to
     disk. `label` and `client` name the columns (in an npz, the arrays) with a sample's label and its client; without
-    `client`, samples are nobody's. `progress` is told what is under way, and how much of it is done.
+    `client`, samples have no natural client. `progress` is called with the current step and the share that is done.
     """
     new_dataset_path(name, folder)
     with memory_guard(f"importing {short(source, 200)}"):
@@ -74,7 +74,7 @@ def _read(
 def _select_arrays(
     source: Path, arrays: dict[str, NDArray[Any]], label: str | None, client: str | None
 ) -> dict[str, NDArray[Any]]:
-    """Return an npz file's arrays with those that were named as `y` and `client`."""
+    """Return an npz file's arrays, with the arrays that `label` and `client` name stored as `y` and `client`."""
     for key, given in (("y", label), ("client", client)):
         if given is not None:
             if given not in arrays:

@@ -1,7 +1,8 @@
-"""How inputs are scaled before a model sees them: (x / unit - mean) / std, by channel (images) or feature (tables).
+"""Normalization of model inputs: (x / unit - mean) / std, per channel (images) or per feature (tables).
 
-`unit` brings stored values to [0, 1]. Mean and deviation are a known dataset's constants (`dataset`), those of the
-clients' training parts (`train`), 0 and 1 (`none`), or what the authors' framework uses by mistake (`as-published`).
+`unit` maps stored values to [0, 1]. Mean and standard deviation are the published constants of a registered dataset
+(`dataset`), those of all clients' training splits (`train`), 0 and 1 (`none`), or the constants with the scale mistake
+of the authors' framework (`as-published`).
 """
 
 from typing import Any, NamedTuple
@@ -14,11 +15,11 @@ from fedobp.data.registry import REGISTRY
 from fedobp.errors import FedobpError, unknown
 
 NORMALIZATIONS = ("dataset", "train", "none", "as-published")
-_CHUNK_VALUES = 2**22  # looked at together: what a pass needs besides the data stays below 100 MB
+_CHUNK_VALUES = 2**22  # processed at once: keeps the extra memory of a pass below 100 MB
 
 
 class Normalization(NamedTuple):
-    """An input is (x / unit - mean) / std; mean and std have one value for each channel or feature."""
+    """The constants of (x / unit - mean) / std; mean and std have one value per channel or feature."""
 
     unit: float
     mean: NDArray[np.float64]
@@ -26,9 +27,9 @@ class Normalization(NamedTuple):
 
 
 def normalization_for(name: str, given: str | None = None) -> str:
-    """Return how a dataset is scaled: as given, or by its constants where it has some; refuse what it cannot be."""
-    known = REGISTRY.get(name)
-    constants = known is not None and bool(known.mean)
+    """Return the normalization of a dataset: the given one, else `dataset` if it has constants, else `train`."""
+    facts = REGISTRY.get(name)
+    constants = facts is not None and bool(facts.mean)
     if given is None:
         return "dataset" if constants else "train"
     if given not in NORMALIZATIONS:
@@ -37,8 +38,8 @@ def normalization_for(name: str, given: str | None = None) -> str:
         raise FedobpError(
             f"--normalize {given} needs published constants, and '{name}' has none: use --normalize train"
         )
-    if given == "as-published" and known and known.published_factor == 1:
-        wrong = ", ".join(one for one, facts in REGISTRY.items() if facts.published_factor != 1)
+    if given == "as-published" and facts and facts.published_factor == 1:
+        wrong = ", ".join(other for other, its_facts in REGISTRY.items() if its_facts.published_factor != 1)
         raise FedobpError(
             f"--normalize as-published shows the mistake in the constants of {wrong}, and those of '{name}' are right: "
             "use --normalize dataset"
@@ -47,25 +48,25 @@ def normalization_for(name: str, given: str | None = None) -> str:
 
 
 def normalization_constants(dataset: Dataset, train_ids: NDArray[np.int64], normalize: str) -> Normalization:
-    """Return a dataset's scaling; `trained` are all clients' training samples, for the way `train`."""
-    known = REGISTRY.get(dataset.name)
+    """Return the constants of a normalization; `train_ids` are all clients' training samples, used by `train`."""
+    facts = REGISTRY.get(dataset.name)
     stored_as_bytes = dataset.x.dtype == np.uint8
-    unit = 255.0 if stored_as_bytes or (known and known.mean and dataset.x.max() > 1) else 1.0
+    unit = 255.0 if stored_as_bytes or (facts and facts.mean and dataset.x.max() > 1) else 1.0
     if normalize == "train":
         mean, std = _mean_and_std(dataset.x, np.sort(train_ids))
         return Normalization(unit, mean / unit, np.where(std > 0, std / unit, 1.0))
-    if normalize == "none" or known is None:
+    if normalize == "none" or facts is None:
         channels = dataset.x.shape[-1] if dataset.x.ndim != 3 else 1
         return Normalization(unit, np.zeros(channels), np.ones(channels))
-    factor = known.published_factor if normalize == "as-published" else 1.0
-    return Normalization(unit, np.array(known.mean) * factor, np.array(known.std) * factor)
+    factor = facts.published_factor if normalize == "as-published" else 1.0
+    return Normalization(unit, np.array(facts.mean) * factor, np.array(facts.std) * factor)
 
 
 def _mean_and_std(x: NDArray[Any], ids: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the mean and deviation of some samples by their last axis, part by part: nothing is copied whole.
+    """Return the mean and standard deviation of samples over the last axis, in chunks to save memory.
 
-    Bytes are summed as integers, which is exact. Floats are gone through twice, because the difference of two large
-    sums would lose a small deviation.
+    Bytes are summed as integers, which is exact. Floats take two passes, because the difference of two large sums
+    would lose a small deviation.
     """
     x = x[..., None] if x.ndim == 3 else x
     axes = tuple(range(x.ndim - 1))

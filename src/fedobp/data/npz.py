@@ -1,6 +1,6 @@
-"""Reading npz files that anybody may have made: without pickle, and nothing is allocated on a header's word.
+"""Reading of untrusted npz files: without pickle, and with headers checked before anything is allocated.
 
-What an array's header claims must be what the archive holds, and must fit into the memory that is free.
+The size in an array's header must match the archive and fit into free memory.
 """
 
 import io
@@ -22,7 +22,7 @@ from fedobp.data.registry import REGISTRY
 from fedobp.errors import FedobpError, first_line, short
 from fedobp.files import regular
 
-_MAX_HEADER = 1 << 14  # bytes of a member in which its header must end; NumPy allows 10,000 characters
+_MAX_HEADER = 1 << 14  # bytes in which a header must end; NumPy allows 10,000 characters
 
 
 class _PickledArray(ValueError):
@@ -35,9 +35,9 @@ class _Member:
 
     file: zipfile.ZipInfo
     shape: tuple[int, ...]
-    fortran_order: bool  # stored in Fortran's order
+    fortran_order: bool
     dtype: np.dtype[Any]
-    start: int  # of its values, after the header
+    start: int  # offset of the values, after the header
 
     @property
     def size(self) -> int:
@@ -45,13 +45,13 @@ class _Member:
 
 
 def npz_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all arrays of an npz file, by their headers."""
+    """Return the shapes of all arrays in an npz file; only the headers are read."""
     with _open_archive(path) as archive:
         return {key: member.shape for key, member in _members(archive).items()}
 
 
 def read_npz(path: Path, keys: Collection[str] | None = None, *, mmap: bool = False) -> dict[str, NDArray[Any]]:
-    """Return an npz file's arrays, or those that are named; `mapped` leaves x in the file until it is used."""
+    """Return an npz file's arrays, or only those in `keys`; `mmap` maps x into memory instead of reading it."""
     with _open_archive(path) as archive:
         chosen = {key: member for key, member in _members(archive).items() if keys is None or key in keys}
         found = {}
@@ -67,7 +67,7 @@ def read_npz(path: Path, keys: Collection[str] | None = None, *, mmap: bool = Fa
 
 @contextmanager
 def _open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
-    """Open an archive, and say in a sentence what is wrong with it; damage makes zipfile and NumPy raise anything."""
+    """Open an archive; any exception becomes a user error: damaged files make zipfile and NumPy raise anything."""
     try:
         with zipfile.ZipFile(regular(path)) as archive:
             yield archive
@@ -101,14 +101,14 @@ def _members(archive: zipfile.ZipFile) -> dict[str, _Member]:
 
 
 def _memory_map(path: Path, member: _Member) -> NDArray[np.uint8] | None:
-    """Return an array of bytes as it lies in the file, to be read when it is used; None if it lies there otherwise."""
+    """Return a memory map of an uncompressed uint8 array; None if the array is stored in another form."""
     stored = member.file.compress_type == zipfile.ZIP_STORED
     if not stored or member.dtype != np.uint8 or member.fortran_order or not member.size:
         return None
     with path.open("rb") as file:
-        file.seek(member.file.header_offset + 26)  # where a member says how long its name and its extra field are
+        file.seek(member.file.header_offset + 26)  # the lengths of the name and of the extra field
         offset = member.file.header_offset + 30 + sum(struct.unpack("<HH", file.read(4))) + member.start
-        # Copy on write: the file never changes, and PyTorch is given memory that it may write to.
+        # Copy-on-write: the file never changes, and PyTorch gets writable memory.
         return np.asarray(np.memmap(file, np.uint8, "c", offset, member.shape))
 
 

@@ -1,4 +1,4 @@
-"""How data falls on clients: a kind of partition, each client's split, and the clients that never train."""
+"""Partition of a dataset over clients: assignment of samples, train/val/test splits, and held-out clients."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,11 +22,11 @@ class Shard:
     val: Indices
     test: Indices
     change: InputChange = UNCHANGED
-    held_out: bool = False  # whether it never trains
+    held_out: bool = False  # a held-out client never trains
 
     @property
     def samples(self) -> Indices:
-        """All of them."""
+        """All samples: train, val and test."""
         return np.concatenate([self.train, self.val, self.test])
 
 
@@ -44,8 +44,8 @@ def partition(
 ) -> list[Shard]:
     """Return each client's shard: a quarter of its samples for test, the rest for training.
 
-    Validation samples are cut off the training part, so the test part is the same at every `val_ratio`. Clients that
-    are held out are drawn by the seed and come last; what falls on whom does not depend on how many they are.
+    Validation samples are taken from the training split, so the test split is the same at every `val_ratio`. Held-out
+    clients are drawn by the seed and come last; the assignment of samples does not depend on their number.
     """
     if kind not in PARTITIONERS:
         raise unknown("partition", kind, PARTITIONERS)
@@ -65,8 +65,8 @@ def _split(indices: Indices, val_ratio: float, change: InputChange) -> Shard:
 
 
 def _held_out(shards: Sequence[Shard], count: int, seed: int) -> list[Shard]:
-    """Draw clients that never train, and put them behind all others; everybody else keeps their order."""
-    # A stream beside the partition's own. Holding out fewer clients holds out the first of them.
+    """Draw the held-out clients and move them behind all others, which keep their order."""
+    # A random stream separate from the partition's. A smaller count holds out a subset of the same clients.
     order = default_rng([seed, 1]).permutation(len(shards)).tolist()
     return [
         *(shards[client] for client in sorted(order[count:])),
@@ -75,7 +75,7 @@ def _held_out(shards: Sequence[Shard], count: int, seed: int) -> list[Shard]:
 
 
 def with_client_inputs(dataset: Dataset, shards: Sequence[Shard]) -> Dataset:
-    """Return the dataset with every client's change made to its inputs: itself, or a copy."""
+    """Return the dataset with each client's input change applied: the dataset itself if there is none, else a copy."""
     if all(shard.change == UNCHANGED for shard in shards):
         return dataset
     x, images = np.array(dataset.x), dataset.x.ndim > 2
@@ -85,13 +85,13 @@ def with_client_inputs(dataset: Dataset, shards: Sequence[Shard]) -> Dataset:
             "change=noise"
         )
     if x.dtype == np.uint8:
-        # The brightest is white: 255 nearly everywhere, and 16 in the digits.
+        # The largest value is white: 255 in most datasets, 16 in the digits.
         low, high = 0.0, float(x.max())
         unit = np.array(high)
     else:
         axes = (0, 1, 2)[: 1 if x.ndim == 2 else 3]
         unit = x.std(axis=axes, dtype=np.float64)
-        # Images stay between black and white; features have no such bounds.
+        # Images are clipped to their range; features of tables have no bounds.
         low, high = (float(x.min()), float(x.max())) if images else (-np.inf, np.inf)
     for shard in shards:
         ids, change = shard.samples, shard.change

@@ -1,6 +1,6 @@
-"""A partition as a file: NAME.npz says whose each sample is, NAME.json what it was made with and its content's hash.
+"""A saved partition: NAME.npz holds the sample ids of each client, NAME.json the settings and the hash of the content.
 
-The hash depends on the labels and the partition alone, so equal arguments give equal hashes on every machine.
+The hash depends only on the labels and the partition, so equal arguments give equal hashes on every machine.
 """
 
 import hashlib
@@ -21,19 +21,20 @@ from fedobp.data.partitioners import InputChange
 from fedobp.errors import FedobpError, short
 from fedobp.files import atomic_write, regular, unwritable, write_json
 
-# Of all clients, one after the other: their samples' ids (train, val, test), and one row or number each.
+# The arrays in NAME.npz. `ids` holds each client's train, val and test ids, client after client; the others hold one
+# entry per client.
 _TYPES = {"ids": "<i8", "sizes": "<i8", "held_out": "<i8", "turns": "<i8", "noise": "<f8", "seeds": "<i8"}
 
 
 def partition_hash(dataset: Dataset, shards: Sequence[Shard]) -> str:
-    """Return a hash of the dataset's labels and of all that a partition says."""
+    """Return the SHA-256 hash of the dataset's labels and of the partition's content."""
     return _content_hash(_fingerprint(dataset), _to_arrays(shards))
 
 
 def save_partition(name: Path, dataset: Dataset, shards: Sequence[Shard], settings: Mapping[str, Any]) -> str:
-    """Write NAME.npz and NAME.json, and return the hash; nothing is ever overwritten.
+    """Write NAME.npz and NAME.json, and return the hash; existing files are never overwritten.
 
-    `settings` are those that the partition was made with, by their names in `Config`.
+    `settings` are the settings that produced the partition, by their names in `Config`.
     """
     files = _files(name)
     for path in files:
@@ -58,14 +59,14 @@ def save_partition(name: Path, dataset: Dataset, shards: Sequence[Shard], settin
 
 
 def partition_settings(name: Path) -> dict[str, Any]:
-    """Return the settings that a saved partition was made with; a run with it takes them over."""
+    """Return the settings that produced a saved partition; a run that loads the partition uses them."""
     settings = _read_metadata(name)["settings"]
     assert isinstance(settings, dict)
     return settings
 
 
 def load_partition(name: Path, dataset: Dataset) -> list[Shard]:
-    """Return a saved partition of this dataset; of another dataset, or damaged, it is refused."""
+    """Load a saved partition of this dataset; a partition of another dataset or a damaged file is a user error."""
     metadata, (path, _) = _read_metadata(name), _files(name)
     if metadata["dataset"]["fingerprint"] != _fingerprint(dataset):
         raise FedobpError(
@@ -82,7 +83,7 @@ def load_partition(name: Path, dataset: Dataset) -> list[Shard]:
 
 
 def _read_shards(path: Path, metadata: Mapping[str, Any], dataset: Dataset) -> list[Shard]:
-    """Return what a partition's npz file says, if it is what its json file names."""
+    """Return the shards in a partition's npz file, after checking them against its json file."""
     arrays = read_npz(path)
     made = [metadata["settings"].get(name) for name in ("clients", "holdout_clients")]
     valid = _is_valid(arrays, len(dataset.y)) and made == [len(arrays["sizes"]), arrays["held_out"].sum()]
@@ -99,7 +100,7 @@ def _read_shards(path: Path, metadata: Mapping[str, Any], dataset: Dataset) -> l
 
 
 def _files(name: Path) -> tuple[Path, Path]:
-    """Return a partition's two files; it may be named by either of them."""
+    """Return the paths of a partition's npz and json file; `name` may have either suffix or none."""
     if name.name in ("", ".."):
         raise FedobpError(f"'{short(name)}' names no partition: give the name of its files, such as mine")
     stem = str(name.with_suffix("") if name.suffix in (".npz", ".json") else name)
@@ -142,7 +143,7 @@ def _to_arrays(shards: Sequence[Shard]) -> dict[str, NDArray[Any]]:
 
 
 def _is_valid(arrays: Mapping[str, NDArray[Any]], samples: int) -> bool:
-    """Say whether arrays can be a partition: right types and lengths, no sample twice, none that is not there."""
+    """Return whether arrays form a partition: types and lengths match, and every id is valid and occurs once."""
     if any(name not in arrays or arrays[name].dtype != kind for name, kind in _TYPES.items()):
         return False
     ids, sizes = arrays["ids"], arrays["sizes"]
@@ -165,12 +166,12 @@ def _content_hash(fingerprint: str, arrays: Mapping[str, NDArray[Any]]) -> str:
 
 
 def _fingerprint(dataset: Dataset) -> str:
-    """Return what tells datasets apart without reading their inputs: shape, classes, and every label in its place."""
+    """Return a hash that identifies a dataset without reading its inputs: of its shape, classes and labels in order."""
     return _hash([*dataset.x.shape, dataset.classes], [dataset.y.astype("<i8")])
 
 
 def _hash(words: Sequence[str | int], arrays: Sequence[NDArray[Any]]) -> str:
-    # The words say where each array ends, so no two contents give the same bytes.
+    # The shapes are hashed first: they delimit the arrays, so that different contents never give the same bytes.
     made = hashlib.sha256(json.dumps([*words, [list(array.shape) for array in arrays]]).encode())
     for array in arrays:
         made.update(array.tobytes())

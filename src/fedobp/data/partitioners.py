@@ -1,7 +1,7 @@
-"""The kinds of partitions: each says whose a sample is, from labels and a seed, and what it guarantees.
+"""Partitioners: each assigns samples to clients from the labels and a seed.
 
-The published recipe and `iid` draw from NumPy's legacy generator, whose stream never changes; all others from the
-modern one. Everybody's generator is its own, seeded with the partition seed: the caller's is not touched.
+The published recipe and `iid` draw from NumPy's legacy generator, whose stream never changes; all others draw from the
+modern one. Each partitioner creates its own generator from the partition seed; the global generator is not used.
 """
 
 import math
@@ -17,30 +17,30 @@ from fedobp.options import Options, option
 
 Indices = NDArray[np.int64]
 
-MIN_SAMPLES = 10  # samples of a client, in the published recipe and in `quantity`
+MIN_SAMPLES = 10  # per client, in the published recipe and in `quantity`
 MAX_DRAWS = 1000
-_PROBE_DRAWS = 10  # tries after which the published recipe's odds are reckoned
-_MIN_SUCCESS_PROBABILITY = 1e-6  # chance of success in all tries below which there is no point in going on
+_PROBE_DRAWS = 10  # draws after which the published recipe's chance of success is estimated
+_MIN_SUCCESS_PROBABILITY = 1e-6  # of all draws together; below it the recipe stops early
 
 
 @dataclass(frozen=True)
 class PartitionTask:
-    """What is dealt out, to how many, and with which numbers that are no partition's own."""
+    """The labels to partition, the number of clients, and the settings that several partitioners share."""
 
     y: Indices  # each sample's label
     clients: int
     alpha: float = 0.1
     seed: int = 42
-    natural: Indices | None = None  # each sample's natural client, where that is known
+    natural: Indices | None = None  # each sample's natural client, if the dataset has them
 
 
 @dataclass(frozen=True)
 class InputChange:
-    """What a client's inputs went through; by default nothing."""
+    """The change of a client's inputs; none by default."""
 
-    turns: int = 0  # by 90 degrees, counter-clockwise
-    noise: float = 0.0  # its deviation, in shares of the largest byte, or of a float feature's own deviation
-    seed: int = 0  # of the noise
+    turns: int = 0  # rotations by 90 degrees, counter-clockwise
+    noise: float = 0.0  # standard deviation, relative to the largest byte or to a float feature's deviation
+    seed: int = 0  # for the noise
 
 
 UNCHANGED = InputChange()
@@ -48,7 +48,7 @@ UNCHANGED = InputChange()
 
 @dataclass(frozen=True)
 class Partitioner(Options):
-    """Base of all kinds: fields are options."""
+    """Base class of all partitioners; dataclass fields are options."""
 
     kind: ClassVar[str] = "partition"
 
@@ -57,23 +57,22 @@ class Partitioner(Options):
         raise NotImplementedError
 
     def input_changes(self, task: PartitionTask) -> list[InputChange]:
-        """Return what happens to each client's inputs."""
+        """Return each client's input change."""
         return [UNCHANGED] * task.clients
 
 
 @dataclass(frozen=True)
 class Dirichlet(Partitioner):
-    """Share out each label by a Dirichlet(alpha) draw over the clients: the published recipe, bit for bit.
+    """Split each label over the clients by a Dirichlet(alpha) draw: the published recipe, bit for bit.
 
-    Every client gets at least 10 samples: the whole draw is repeated until that holds, with the generator and the
-    shuffled arrays going on from where they were. Gives up with an error after 1,000 tries, or after 10 if those show
-    that 1,000 would not do.
+    Every client gets at least 10 samples: the draw is repeated until that holds, continuing with the state of the
+    generator and the shuffled arrays. It is a user error after 1,000 draws, or after 10 if success is too unlikely.
     """
 
     name: ClassVar[str] = "dirichlet"
 
     def assign(self, task: PartitionTask) -> list[Indices]:
-        """Draw until everyone has enough."""
+        """Draw until every client has enough samples."""
         y, clients, alpha = task.y, task.clients, _check_alpha(task.alpha)
         _check_enough_samples(y, clients, MIN_SAMPLES)
         random = RandomState(task.seed)
@@ -85,11 +84,11 @@ class Dirichlet(Partitioner):
                 random.shuffle(indices)
                 shares = _check_finite(random.dirichlet(np.full(clients, alpha)), alpha)
                 cuts = (np.cumsum(shares) * len(indices)).astype(np.int64)[:-1]
-                for mine, piece in zip(pieces, np.split(indices, cuts), strict=True):
-                    mine.append(piece)
-            short = sum(sum(map(len, mine)) < MIN_SAMPLES for mine in pieces)
+                for client_pieces, piece in zip(pieces, np.split(indices, cuts), strict=True):
+                    client_pieces.append(piece)
+            short = sum(sum(map(len, client_pieces)) < MIN_SAMPLES for client_pieces in pieces)
             if not short:
-                return _shuffled([np.concatenate(mine) for mine in pieces], random)
+                return _shuffled([np.concatenate(client_pieces) for client_pieces in pieces], random)
             short_clients += short
             if draw == _PROBE_DRAWS:
                 _check_feasible(task, short_clients / (draw * clients))
@@ -101,7 +100,7 @@ class Dirichlet(Partitioner):
 
 
 def _check_feasible(task: PartitionTask, short: float) -> None:
-    """Refuse at once what can hardly succeed: clients are short of samples with this probability, each for itself."""
+    """Raise a user error if success is too unlikely; `short` is the probability that a client has too few samples."""
     exponent = math.inf if short == 1 else -task.clients * math.log10(1 - short)
     if exponent > math.log10(MAX_DRAWS / _MIN_SUCCESS_PROBABILITY):
         needed = "more draws than can be counted" if exponent > 300 else f"about 10^{exponent:.0f} draws"
@@ -114,16 +113,17 @@ def _check_feasible(task: PartitionTask, short: float) -> None:
 
 @dataclass(frozen=True)
 class DirichletEqual(Partitioner):
-    """Draw each client's mix of labels from Dirichlet(alpha), and give all clients equally many samples.
+    """Draw each client's label distribution from Dirichlet(alpha), and give all clients equally many samples.
 
-    Every sample is somebody's, sizes differ by at most one, and it always ends: where clients ask for more of a label
-    than there is, lots decide, and the losers ask again by their mixes for what is left. Each time uses up a label.
+    Every sample is assigned, and sizes differ by at most one. If clients request more samples of a label than are left,
+    the label is divided at random, and the remaining requests are drawn again from the labels that are left. Each pass
+    uses up a label, so it always terminates.
     """
 
     name: ClassVar[str] = "dirichlet-equal"
 
     def assign(self, task: PartitionTask) -> list[Indices]:
-        """Draw mixes, then samples by them until nothing is left."""
+        """Draw label distributions, then samples from them until all are assigned."""
         y, clients, alpha = task.y, task.clients, _check_alpha(task.alpha)
         _check_enough_samples(y, clients, 2)
         random = default_rng(task.seed)
@@ -133,7 +133,7 @@ class DirichletEqual(Partitioner):
         counts = np.zeros((clients, len(labels)), dtype=np.int64)
         while wanted.any():
             mix = np.where(left > 0, mixes, 0.0)
-            # Whoever wants only labels that are gone takes from what there is.
+            # A client whose labels are used up draws from all samples that are left.
             mix = np.where(mix.sum(axis=1, keepdims=True) > 1e-9, mix, left / left.sum())
             asked = random.multinomial(wanted, mix / mix.sum(axis=1, keepdims=True))
             for label in np.flatnonzero(asked.sum(axis=0) > left):
@@ -148,7 +148,7 @@ class DirichletEqual(Partitioner):
 
 @dataclass(frozen=True)
 class Iid(Partitioner):
-    """Shuffle all samples and deal them out in equal parts; sizes differ by at most one."""
+    """Shuffle all samples and split them into equal parts; sizes differ by at most one."""
 
     name: ClassVar[str] = "iid"
 
@@ -161,18 +161,18 @@ class Iid(Partitioner):
 
 @dataclass(frozen=True)
 class Shards(Partitioner):
-    """Sort by label, cut into equal shards, and give each client as many of them, by lot (McMahan et al., 2017).
+    """Sort by label, cut into equal shards, and assign random shards to each client (McMahan et al., 2017).
 
-    Every sample is somebody's, and sizes differ by at most the number of shards. Where no shard is longer than the
-    rarest label, a shard has at most two labels.
+    Every sample is assigned, and sizes differ by at most `per_client`. If no shard is longer than the rarest label, a
+    shard has at most two labels.
     """
 
     name: ClassVar[str] = "shards"
 
-    per_client: int = option(2, "shards of a client; 2 is McMahan et al.'s", low=1, high=10**6)
+    per_client: int = option(2, "shards per client; 2 is McMahan et al.'s", low=1, high=10**6)
 
     def assign(self, task: PartitionTask) -> list[Indices]:
-        """Sort, cut and draw lots."""
+        """Sort, cut and draw shards."""
         y, clients = task.y, task.clients
         _check_enough_samples(
             y, clients, max(2, self.per_client), "use fewer --clients, or a smaller --partition-set per_client=..."
@@ -180,23 +180,23 @@ class Shards(Partitioner):
         random = default_rng(task.seed)
         mixed = random.permutation(len(y))
         pieces = np.array_split(mixed[np.argsort(y[mixed], kind="stable")], clients * self.per_client)
-        lots = random.permutation(len(pieces)).reshape(clients, self.per_client)
-        return _shuffled([np.concatenate([pieces[lot] for lot in mine]) for mine in lots], random)
+        order = random.permutation(len(pieces)).reshape(clients, self.per_client)
+        return _shuffled([np.concatenate([pieces[shard] for shard in chosen]) for chosen in order], random)
 
 
 @dataclass(frozen=True)
 class Classes(Partitioner):
-    """Give each client exactly k labels, and share each label out evenly among those who have it.
+    """Give each client exactly k labels, and split each label evenly over its clients.
 
-    Every sample is somebody's, and the numbers of clients that two labels have differ by at most one.
+    Every sample is assigned, and the numbers of clients of any two labels differ by at most one.
     """
 
     name: ClassVar[str] = "classes"
 
-    k: int = option(2, "labels of a client", low=1, high=10**6)
+    k: int = option(2, "labels per client", low=1, high=10**6)
 
     def assign(self, task: PartitionTask) -> list[Indices]:
-        """Give each client in turn the labels that have fewest clients so far; lots decide between equals."""
+        """Give each client in turn the labels with the fewest clients so far; ties are broken at random."""
         y, clients, k = task.y, task.clients, self.k
         labels = np.unique(y)
         if k > len(labels):
@@ -227,9 +227,9 @@ class Classes(Partitioner):
 
 @dataclass(frozen=True)
 class Quantity(Partitioner):
-    """Give every client 10 samples, and share out the rest by one Dirichlet(beta) draw; labels fall as they come.
+    """Give every client 10 samples, and split the rest by one Dirichlet(beta) draw; labels are mixed.
 
-    Every sample is somebody's, and nobody has fewer than 10.
+    Every sample is assigned, and every client has at least 10.
     """
 
     name: ClassVar[str] = "quantity"
@@ -239,7 +239,7 @@ class Quantity(Partitioner):
     )
 
     def assign(self, task: PartitionTask) -> list[Indices]:
-        """Draw the sizes, shuffle and cut; what rounding leaves goes to the largest remainders."""
+        """Draw the sizes, shuffle and cut; samples left by rounding go to the largest remainders."""
         _check_enough_samples(task.y, task.clients, MIN_SAMPLES)
         random = default_rng(task.seed)
         rest = len(task.y) - MIN_SAMPLES * task.clients
@@ -253,10 +253,10 @@ class Quantity(Partitioner):
 
 @dataclass(frozen=True)
 class Feature(Partitioner):
-    """Deal out as `iid` does, and change each client's inputs: labels fall alike, and what they look like differs.
+    """Assign as `iid` does, and change each client's inputs: label distributions are equal, inputs differ.
 
-    With rotation, equally many clients (to one) have each of 0, 90, 180 and 270 degrees. With noise, clients'
-    deviations are spread evenly from 0 to `noise`. Which client has which is drawn.
+    With rotation, the numbers of clients with 0, 90, 180 and 270 degrees differ by at most one. With noise, the
+    clients' deviations are spaced evenly from 0 to `noise`. The order over the clients is random.
     """
 
     name: ClassVar[str] = "feature"
@@ -264,17 +264,17 @@ class Feature(Partitioner):
     change: str = option("rotation", "rotation by 90-degree steps, or noise", choices=("rotation", "noise"))
     noise: float = option(
         0.1,
-        "the largest deviation: of bytes as a share of the largest, of floats in each feature's own",
+        "the largest deviation, relative to the largest byte or to a float feature's deviation",
         low=0.0,
         high=10.0,
     )
 
     def assign(self, task: PartitionTask) -> list[Indices]:
-        """Deal evenly."""
+        """Assign as `iid`."""
         return Iid().assign(task)
 
     def input_changes(self, task: PartitionTask) -> list[InputChange]:
-        """Draw who has which."""
+        """Draw each client's rotation or noise."""
         random = default_rng(task.seed)
         ranks = random.permutation(task.clients).tolist()
         if self.change == "rotation":
@@ -288,19 +288,19 @@ class Feature(Partitioner):
 
 @dataclass(frozen=True)
 class Natural(Partitioner):
-    """Leave samples with those they came from: a user, a hospital, a device.
+    """Keep the natural clients of the data: users, hospitals, devices.
 
-    With fewer clients than there are in the data, it is drawn who takes part; clients keep the order of their names.
+    If fewer clients are asked for than the data has, they are drawn at random; clients stay in the order of names.
     """
 
     name: ClassVar[str] = "natural"
 
     def assign(self, task: PartitionTask) -> list[Indices]:
-        """Take everyone's samples, or those of a draw."""
+        """Take all natural clients, or a random selection of them."""
         if task.natural is None:
             raise FedobpError(
-                "--partition natural needs to know whose each sample is: import the data with --client COLUMN, or "
-                "choose another --partition"
+                "--partition natural needs the client of each sample: import the data with --client COLUMN, or choose "
+                "another --partition"
             )
         natural_clients = int(task.natural.max()) + 1
         if task.clients > natural_clients:
@@ -325,7 +325,7 @@ def _check_alpha(alpha: float) -> float:
 
 def _check_finite(shares: NDArray[np.float64], alpha: float) -> NDArray[np.float64]:
     if not np.isfinite(shares).all():
-        raise FedobpError(f"--alpha {alpha} gives no shares that are numbers: use one nearer to 1")
+        raise FedobpError(f"--alpha {alpha} gives shares that are not finite: use a value nearer to 1")
     return shares
 
 

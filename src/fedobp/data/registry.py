@@ -1,9 +1,9 @@
-"""What is known of a dataset by its name: the paper's eight, and the embedded digits.
+"""The registry of datasets: published facts about the paper's eight datasets and the embedded digits.
 
 Means and standard deviations are on the [0, 1] scale, as the authors' framework has them; its OrganMNIST constants
 (118.7546/62.3489 and 124.424/58.8092) are on the 0-255 scale by mistake and are divided by 255 here. `q` is the
-paper's quantile for FedOBP at a given Dirichlet alpha, tuned for its CNN. `samples` counts all official parts of a set;
-a file may hold others.
+paper's quantile for FedOBP at a given Dirichlet alpha, tuned for its CNN. `samples` counts all official splits of a
+dataset; a file may hold another number.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class DatasetFacts:
-    """Facts about a named dataset that its file does not hold."""
+    """Facts about a dataset that its file does not hold."""
 
     shape: tuple[int, ...]
     classes: int
@@ -20,7 +20,7 @@ class DatasetFacts:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     q: Mapping[float, float] = field(default_factory=dict)
-    published_factor: float = 1.0  # how many times too large the constants are in the authors' framework
+    published_factor: float = 1.0  # the authors' framework multiplies the constants by this
 
 
 REGISTRY: dict[str, DatasetFacts] = {

@@ -1,7 +1,6 @@
-"""Tables with a label column: CSV, Parquet, and Hugging Face datasets on disk.
+"""Readers of tables with a label column: CSV, Parquet, and Hugging Face datasets on disk.
 
-Every column but those of the label and the client is a feature, and must hold numbers. Where a column holds images, as
-in Hugging Face datasets, these are the inputs, and other columns are left out.
+If a column holds images, as in Hugging Face datasets, they are the inputs, and other features are ignored.
 """
 
 import csv
@@ -22,13 +21,13 @@ from fedobp.data.registry import REGISTRY
 from fedobp.errors import FedobpError, first_line, short
 from fedobp.files import regular
 
-_CHUNK_ROWS = 4096  # read together
+_CHUNK_ROWS = 4096  # rows read at once
 
 Progress = Callable[[str, float], None]
 
 
 def read_csv(path: Path, label: str, client: str | None, progress: Progress) -> dict[str, NDArray[Any]]:
-    """Read a CSV file: UTF-8, separated by commas, the columns' names in the first line."""
+    """Read a CSV file: UTF-8, separated by commas, with column names in the first line."""
     try:
         with path.open("rb") as raw:
             lines = csv.reader(io.TextIOWrapper(raw, encoding="utf-8-sig", newline=""), strict=True)
@@ -86,7 +85,7 @@ def read_parquet(path: Path, label: str, client: str | None, progress: Progress)
 def read_huggingface(
     name: str, path: Path, label: str, client: str | None, progress: Progress
 ) -> dict[str, NDArray[Any]]:
-    """Read a Hugging Face dataset that `save_to_disk` wrote; of several splits, the one called train comes first."""
+    """Read a Hugging Face dataset written by `save_to_disk`; the split `train` comes before the others."""
     try:
         import datasets
     except ImportError as error:
@@ -106,7 +105,7 @@ def read_huggingface(
                     "one of them alone"
                 )
         tables = (table for split in ordered for table in splits[split].with_format("arrow").iter(_CHUNK_ROWS))
-        # A known dataset's labels are its numbers; any other's are called as the dataset calls them.
+        # A registered dataset keeps its label numbers; other datasets get the label names of their ClassLabel.
         classes = getattr(first.features.get(label), "names", None) if name not in REGISTRY else None
         rows = sum(map(len, splits.values()))
         found = _read_arrow(path, first.features.arrow_schema, rows, tables, label, client, progress, classes)
@@ -115,7 +114,7 @@ def read_huggingface(
 
 @contextmanager
 def _arrow_errors(path: Path, what: str, remedy: str) -> Iterator[None]:
-    """Say in a sentence that a file is damaged: that makes pyarrow and Hugging Face's library raise nearly anything."""
+    """Turn any exception into a user error: damaged files make pyarrow and `datasets` raise nearly anything."""
     try:
         yield
     except (FedobpError, MemoryError):
@@ -134,10 +133,10 @@ def _read_arrow(
     progress: Progress,
     classes: Sequence[str] | None = None,
 ) -> dict[str, NDArray[Any]]:
-    """Read Arrow tables; `classes` are the names of labels that are stored as numbers; others, such as -1, are none."""
+    """Read Arrow tables; `classes` names labels stored as numbers, and a number without a name is missing."""
     from pyarrow import types
 
-    # pandas writes its index as a column of this name: it is no feature.
+    # pandas writes its index as a column of this name; it is not a feature.
     names = [name for name in schema.names if not re.fullmatch(r"__index_level_\d+__", name)]
     columns = Columns(path, names, label, client)
     arrow_types = {name: _storage_type(schema.field(name).type) for name in names}
@@ -177,7 +176,7 @@ def _read_arrow(
 
 
 def _storage_type(arrow_type: Any) -> Any:
-    """Return how a type is stored: Hugging Face's arrays are lists by another name."""
+    """Return the storage type of an Arrow type: Hugging Face's array types are stored as lists."""
     return getattr(arrow_type, "storage_type", arrow_type)
 
 
