@@ -1,4 +1,4 @@
-"""Importing one's own data: shared by the tests of tables and of images."""
+"""Helpers shared by the tests of importing tables and images."""
 
 import numpy as np
 import pyarrow
@@ -22,7 +22,7 @@ def picture(path, pixels, **options):
 
 
 def imported(name, source, folder, **columns):
-    """Import, and return what is then loaded, which is what the import returned."""
+    """Import and load a dataset, check that both are equal, and return it."""
     returned, loaded = import_dataset(name, source, folder, **columns), load(name, folder)
     np.testing.assert_array_equal(returned.x, loaded.x)
     np.testing.assert_array_equal(returned.y, loaded.y)

@@ -1,4 +1,4 @@
-"""Datasets: where they are looked for, what is stored, what is refused and with which sentence."""
+"""Datasets: the data folder, storing and loading, and user errors."""
 
 import io
 import zipfile
@@ -34,7 +34,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else {}
 
 
-# Where datasets are.
+# The data folder.
 
 
 def test_the_given_folder_comes_before_the_environment(monkeypatch):
@@ -64,16 +64,16 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
     assert data_dir() == Path("/home/someone/other")
 
 
-def test_names_are_the_known_ones_and_then_the_imported_ones_sorted(folder, source):
-    known = dataset_names(folder)
-    assert {"digits", "mnist", "fmnist", "emnist", "cifar10", "cifar100", "svhn"} < set(known)
+def test_names_are_the_registered_ones_and_then_the_imported_ones_sorted(folder, source):
+    registered = dataset_names(folder)
+    assert {"digits", "mnist", "fmnist", "emnist", "cifar10", "cifar100", "svhn"} < set(registered)
     for name in ("zebras", "ants.v2"):
         import_dataset(name, source(x=TABLE, y=LABELS), folder)
     import_dataset("mnist", source(x=IMAGES, y=LABELS), folder)
-    assert dataset_names(folder) == [*known, "ants.v2", "zebras"]
+    assert dataset_names(folder) == [*registered, "ants.v2", "zebras"]
 
 
-# What is stored comes back.
+# Storing and loading.
 
 
 def test_digits_need_no_file(folder):
@@ -96,7 +96,7 @@ def test_digits_need_no_file(folder):
     ],
     ids=["grey", "colour", "table"],
 )
-def test_inputs_come_back_as_they_were(folder, source, x):
+def test_inputs_are_stored_unchanged(folder, source, x):
     returned = import_dataset("mine", source(x=x, y=LABELS), folder)
     for dataset in (returned, load("mine", folder)):
         np.testing.assert_array_equal(dataset.x, x)
@@ -136,14 +136,14 @@ def test_the_official_split_is_kept(folder, source, n_train, wrap):
     assert load("mine", folder).n_train == n_train
 
 
-def test_a_known_dataset_has_all_its_classes_even_those_that_do_not_occur(folder, source):
+def test_a_registered_dataset_has_all_its_classes_even_those_that_do_not_occur(folder, source):
     import_dataset("organamnist", source(x=IMAGES, y=np.full(8, 4)), folder)
     loaded = load("organamnist", folder)
     assert loaded.classes == 11
     assert loaded.y.tolist() == [4] * 8
 
 
-def test_a_known_grey_dataset_may_carry_a_channel_axis(folder, source):
+def test_a_registered_grey_dataset_may_have_a_channel_axis(folder, source):
     import_dataset("mnist", source(x=IMAGES[..., None], y=LABELS), folder)
     assert load("mnist", folder).x.shape == (8, 28, 28, 1)
 
@@ -154,7 +154,7 @@ def test_a_compressed_file_is_read_too(folder, tmp_path):
     np.testing.assert_array_equal(load("mine", folder).x, TABLE)
 
 
-# What is refused: nothing is left behind.
+# User errors leave no file behind.
 
 REFUSED = {
     "no x": ("mine", {"y": LABELS}, r"'mine' has no array 'x' \(it has y\): save x and y with np.savez"),
@@ -208,7 +208,7 @@ def test_bad_arrays_are_refused_with_a_reason(folder, source, name, arrays, sent
 
 
 @pytest.mark.parametrize(("name", "arrays", "sentence"), REFUSED.values(), ids=REFUSED)
-def test_bad_arrays_that_somebody_put_into_the_folder_are_refused_too(folder, name, arrays, sentence):
+def test_bad_arrays_in_the_data_folder_are_refused_too(folder, name, arrays, sentence):
     folder.mkdir()
     np.savez(folder / f"{name}.npz", **arrays)
     with pytest.raises(FedobpError, match=sentence):
@@ -278,7 +278,7 @@ def test_a_file_that_is_no_npz_is_refused_with_its_path(folder, tmp_path, conten
 )
 @given(compressed=st.booleans(), cut=st.integers(0, 700), at=st.integers(0, 699), value=st.integers(0, 255))
 @example(compressed=False, cut=700, at=4, value=200)  # a zip version that does not exist
-@example(compressed=True, cut=700, at=6, value=1)  # a member that is said to be encrypted
+@example(compressed=True, cut=700, at=6, value=1)  # a member that is marked as encrypted
 def test_damage_gives_a_dataset_or_a_sentence_and_nothing_else(tmp_path, compressed, cut, at, value):
     content = bytearray(npz_bytes(np.savez_compressed if compressed else np.savez)[:cut])
     if at < len(content):
@@ -301,7 +301,7 @@ def test_pickles_are_named_as_the_reason_and_never_run(folder, tmp_path, pickled
     arrays = {"x": TABLE, "y": LABELS, pickled: np.array([Bomb(), Bomb()], dtype=object)}
     np.savez(folder / "mine.npz", **arrays)
     asked = [lambda: import_dataset("other", folder / "mine.npz", folder), lambda: load("mine", folder)]
-    if pickled == "y":  # of x, only the header is read for a description
+    if pickled == "y":  # `describe` reads only the header of x
         asked.append(lambda: describe("mine", folder))
     for ask in asked:
         with pytest.raises(FedobpError, match="it holds pickled objects, which are never read"):
@@ -317,13 +317,13 @@ def test_a_zip_of_other_things_has_no_x(folder, tmp_path):
         import_dataset("mine", tmp_path / "source.npz", folder)
 
 
-def test_a_known_dataset_without_a_file_says_how_to_get_it(folder):
+def test_a_registered_dataset_without_a_file_says_how_to_fetch_it(folder):
     sentence = r"'cifar10' is not in .*data: run `fedobp data fetch cifar10 --data-dir .*data`"
     with pytest.raises(FedobpError, match=sentence):
         load("cifar10", folder)
 
 
-def test_a_damaged_file_of_a_known_dataset_can_be_fetched_again(folder):
+def test_a_damaged_file_of_a_registered_dataset_can_be_fetched_again(folder):
     folder.mkdir()
     (folder / "mnist.npz").write_bytes(b"half of it")
     with pytest.raises(
@@ -386,10 +386,10 @@ def test_a_write_that_fails_leaves_no_file(folder, source, monkeypatch):
     assert files(folder) == {}
 
 
-# What a dataset's sizes are.
+# Sizes.
 
 
-def test_describe_an_absent_known_dataset(folder):
+def test_describe_an_absent_registered_dataset(folder):
     assert describe("cifar100", folder) == Info("cifar100", None, (32, 32, 3), 100, available=False)
 
 
@@ -402,7 +402,7 @@ def test_describe_a_present_dataset(folder, source):
     assert describe("mine", folder) == dataset.info == Info("mine", 8, (3,), 3, available=True)
 
 
-def test_describe_a_present_known_dataset_counts_all_its_classes(folder, source):
+def test_describe_a_present_registered_dataset_counts_all_its_classes(folder, source):
     import_dataset("mnist", source(x=IMAGES, y=LABELS), folder)
     assert describe("mnist", folder) == Info("mnist", 8, (28, 28), 10, available=True)
 

@@ -1,4 +1,4 @@
-"""Your own data: what comes in from tables and arrays, and what is refused."""
+"""Import of tables and arrays, and its user errors."""
 
 import csv
 import datetime
@@ -45,12 +45,12 @@ def test_a_csv_table_becomes_float32_features_with_names_for_labels_and_clients(
     assert found.info.clients == 2
 
 
-def test_the_label_column_is_called_label_unless_said_otherwise(folder, source):
+def test_the_default_label_column_is_label(folder, source):
     found = imported("mine", source("label,a\n0,1\n1,2\n"), folder)
     assert (found.x.tolist(), found.y.tolist(), found.clients) == ([[1], [2]], [0, 1], None)
 
 
-def test_a_byte_order_mark_and_quotes_are_understood(folder, source):
+def test_a_byte_order_mark_and_quotes_are_parsed(folder, source):
     found = imported("mine", source('label,a\n"yes, or so",1\n"no ""really""",2\n', "utf-8-sig"), folder)
     assert found.labels == ('no "really"', "yes, or so")
 
@@ -96,8 +96,8 @@ NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 @settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.tuples(NAMES, NUMBERS, NUMBERS), min_size=2, max_size=8))
-def test_any_names_and_numbers_come_back(tmp_path, rows):
-    names = ["x" + name for name, *_ in rows]  # so that none of them is a number
+def test_any_names_and_numbers_are_preserved(tmp_path, rows):
+    names = ["x" + name for name, *_ in rows]  # no name is a number
     assume(len(set(names)) > 1)
     with (tmp_path / "any.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("label", "a", "b"), *((f"x{name}", *numbers) for name, *numbers in rows)])
@@ -171,7 +171,7 @@ def test_a_parquet_table_is_the_same_as_the_csv(folder, tmp_path, source):
     assert found.client_names == other.client_names == ("9", "10")
 
 
-def test_every_kind_of_number_is_one(folder, tmp_path):
+def test_every_number_type_is_accepted(folder, tmp_path):
     columns = {
         "bytes": pyarrow.array([1, 2], pyarrow.uint8()),
         "truth": [True, False],
@@ -263,13 +263,13 @@ def test_bad_clients_of_an_npz_are_refused(folder, tmp_path, client, sentence):
     refused(sentence, tmp_path / "mine.npz", folder)
 
 
-def test_known_sets_take_no_names_for_labels(folder, tmp_path):
+def test_registered_datasets_have_no_label_names(folder, tmp_path):
     np.savez(tmp_path / "mine.npz", x=np.zeros((2, 28, 28), np.uint8), y=np.array(["boot", "shirt"]))
     with pytest.raises(FedobpError, match="has labels from boot to shirt, and fmnist has 0 to 9: import it under"):
         import_dataset("fmnist", tmp_path / "mine.npz", folder)
 
 
-# What it is, and how far it is.
+# Sources and progress.
 
 
 @pytest.mark.parametrize("name", ["table.xlsx", "table"])
@@ -293,12 +293,12 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_read(folder, tmp_pat
 
 def test_progress_grows_to_one(folder, source, monkeypatch):
     monkeypatch.setattr(tables, "_CHUNK_ROWS", 100)
-    told = []
+    calls = []
     text = "label,a\n" + "".join(f"{row % 2},{row}\n" for row in range(3000))
-    import_dataset("mine", source(text), folder, progress=lambda what, share: told.append((what, share)))
-    shares = [share for _, share in told]
+    import_dataset("mine", source(text), folder, progress=lambda what, share: calls.append((what, share)))
+    shares = [share for _, share in calls]
     assert shares == sorted(shares)
-    assert (told[0][0], told[-1]) == ("reading table.csv", ("checking and writing", 1.0))
+    assert (calls[0][0], calls[-1]) == ("reading table.csv", ("checking and writing", 1.0))
     assert len(set(shares)) > 2
 
 

@@ -1,4 +1,4 @@
-"""Your own images, in folders and in Hugging Face datasets: what comes in, and what is refused."""
+"""Import of images from folders and Hugging Face datasets, and its user errors."""
 
 import io
 import sys
@@ -50,7 +50,7 @@ def test_numbered_folders_are_in_the_order_of_numbers(folder, tmp_path):
     ("mode", "shape"),
     [("1", (2, 3)), ("L", (2, 3)), ("LA", (2, 3)), ("P", (2, 3, 3)), ("RGBA", (2, 3, 3)), ("CMYK", (2, 3, 3))],
 )
-def test_every_kind_of_8_bit_image_is_grey_or_colour(folder, tmp_path, mode, shape):
+def test_every_8_bit_mode_is_grey_or_colour(folder, tmp_path, mode, shape):
     for name in ("a", "b"):
         path = tmp_path / "pets" / name / ("x.tiff" if mode == "CMYK" else "x.png")
         path.parent.mkdir(parents=True)
@@ -58,7 +58,7 @@ def test_every_kind_of_8_bit_image_is_grey_or_colour(folder, tmp_path, mode, sha
     assert imported("mine", tmp_path / "pets", folder).x.shape == (2, *shape)
 
 
-def test_images_of_several_sizes_or_kinds_are_refused(folder, tmp_path):
+def test_images_of_several_sizes_or_modes_are_refused(folder, tmp_path):
     picture(tmp_path / "pets/a/x.png", GREY)
     other = picture(tmp_path / "pets/b/y.png", GREY.T)
     refused(
@@ -114,7 +114,7 @@ def test_a_folder_that_may_not_be_read_is_refused(folder, tmp_path, monkeypatch)
 
 
 def letters(rows, start=0):
-    kinds = datasets.Features(
+    features = datasets.Features(
         {
             "image": datasets.Image(),
             "character": datasets.ClassLabel(names=["zebra", "ant"]),
@@ -129,7 +129,7 @@ def letters(rows, start=0):
         "writer": [f"w{number % 3}" for number in numbers],
         "page": list(numbers),
     }
-    return datasets.Dataset.from_dict(columns, features=kinds)
+    return datasets.Dataset.from_dict(columns, features=features)
 
 
 def test_a_saved_dataset_of_images(folder, tmp_path):
@@ -148,12 +148,12 @@ def test_of_several_splits_the_training_samples_come_first(folder, tmp_path):
     assert found.n_train == 3
 
 
-def test_a_known_set_keeps_the_numbers_of_its_labels(folder, tmp_path):
-    kinds = datasets.Features(
+def test_a_registered_dataset_keeps_its_label_numbers(folder, tmp_path):
+    features = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=["T-shirt", "Ankle boot"])}
     )
     images = [Image.fromarray(np.full((28, 28), value, np.uint8)) for value in (1, 2)]
-    saved = datasets.Dataset.from_dict({"image": images, "label": [1, 0]}, features=kinds)
+    saved = datasets.Dataset.from_dict({"image": images, "label": [1, 0]}, features=features)
     saved.save_to_disk(tmp_path / "saved")
     found = imported("fmnist", tmp_path / "saved", folder)
     assert (found.y.tolist(), found.labels) == ([1, 0], tuple(range(10)))
@@ -179,8 +179,10 @@ def test_bad_saved_datasets_are_refused(folder, tmp_path):
     refused("did you mean 'character'", saved, folder, label="charactr")
     refused("unknown column for --client .* 'who'", saved, folder, label="character", client="who")
     refused("images in column 'image': labels and clients are whole numbers or names", saved, folder, label="image")
-    kinds = datasets.Features({"a": datasets.Array2D((2, 2), "uint8"), "label": datasets.Value("int64")})
-    datasets.Dataset.from_dict({"a": [[[1, 2], [3, 4]]] * 2, "label": [0, 1]}, kinds).save_to_disk(tmp_path / "arrays")
+    features = datasets.Features({"a": datasets.Array2D((2, 2), "uint8"), "label": datasets.Value("int64")})
+    datasets.Dataset.from_dict({"a": [[[1, 2], [3, 4]]] * 2, "label": [0, 1]}, features).save_to_disk(
+        tmp_path / "arrays"
+    )
     refused("lists in column 'a': give each number a column, or import an npz", tmp_path / "arrays", folder)
     cells = [{"bytes": b"no image", "path": None}, {"bytes": None, "path": None}, None]
     for cell, sentence in zip(cells, ["cannot be read as an image", "is missing", "is missing"], strict=True):
@@ -197,9 +199,9 @@ def test_bad_saved_datasets_are_refused(folder, tmp_path):
     refused("saved cannot be read as a Hugging Face dataset", saved, folder, label="character")
 
 
-def test_a_label_that_the_dataset_does_not_know_is_missing(folder, tmp_path):
-    kinds = datasets.Features({"a": datasets.Value("float32"), "label": datasets.ClassLabel(names=["x", "y"])})
-    saved = datasets.Dataset.from_dict({"a": [1, 2, 3], "label": [0, 1, -1]}, features=kinds)
+def test_a_label_without_a_class_name_is_missing(folder, tmp_path):
+    features = datasets.Features({"a": datasets.Value("float32"), "label": datasets.ClassLabel(names=["x", "y"])})
+    saved = datasets.Dataset.from_dict({"a": [1, 2, 3], "label": [0, 1, -1]}, features=features)
     saved.save_to_disk(tmp_path / "saved")
     refused("no label in row 3 of column 'label'", tmp_path / "saved", folder)
 
