@@ -301,7 +301,7 @@ CHANGES = (
 def played(engine, model, plans, *, device="cpu", dtype=torch.float64, rounds=({}, {})):
     """Play rounds of all plans side by side, each with its changes; return all that can be seen of each afterwards."""
     first = federated(device, dtype)
-    dealt = {0: first, 1: first.dealt_again(dataset(), shards(1))}
+    dealt = {0: first, 1: first.repartitioned(dataset(), shards(1))}
     theta = model.initial(3).to(device, dtype)
     own = {"theta": theta.flip(0), "visits": torch.zeros((), dtype=torch.int64, device=device)}
     people = [Population(dealt[plan.deal], own, theta, plan.seed, Budget()) for plan in plans]

@@ -1,4 +1,4 @@
-"""Small files in the official formats of the named datasets, written byte by byte, and what is in them."""
+"""Small files in the official formats of the registered datasets, written byte by byte, and their content."""
 
 import gzip
 import io
@@ -60,8 +60,8 @@ def _emnist():
     x, y = _samples((28, 28), 62)
     members = {"gzip/": b"", "gzip/emnist-letters-mapping.txt": b"1 65 97\n"}
     for part, rows in {"test": slice(TRAIN, None), "train": slice(TRAIN)}.items():
-        lying = np.ascontiguousarray(x[rows].swapaxes(1, 2))
-        members[f"gzip/emnist-byclass-{part}-images-idx3-ubyte.gz"] = gzip.compress(idx(lying))
+        transposed = np.ascontiguousarray(x[rows].swapaxes(1, 2))
+        members[f"gzip/emnist-byclass-{part}-images-idx3-ubyte.gz"] = gzip.compress(idx(transposed))
         members[f"gzip/emnist-byclass-{part}-labels-idx1-ubyte.gz"] = gzip.compress(idx(y[rows].astype(np.uint8)))
     return Official({"gzip.zip": zipped(members)}, x, y, TRAIN)
 
@@ -76,7 +76,7 @@ def _cifar10():
     records = [cifar_record([label], image) for label, image in zip(y, x, strict=True)]
     folder, members = "cifar-10-batches-bin", {}
     members[f"{folder}/batches.meta.txt"] = b"airplane\n"
-    for batch, rows in ((3, [3]), (1, [0, 1]), (2, [2]), (5, [6]), (4, [4, 5])):  # in no order
+    for batch, rows in ((3, [3]), (1, [0, 1]), (2, [2]), (5, [6]), (4, [4, 5])):  # out of order
         members[f"{folder}/data_batch_{batch}.bin"] = b"".join(records[row] for row in rows)
     members[f"{folder}/test_batch.bin"] = b"".join(records[TRAIN:])
     return Official({"cifar-10-binary.tar.gz": tarred(members)}, x, y, TRAIN)
@@ -106,19 +106,19 @@ def _svhn():
 
 def _medmnist(name):
     x, y = _samples((28, 28), 11, TRAIN + VALIDATED + TEST)
-    buffer, begun, arrays = io.BytesIO(), 0, {}
+    buffer, start, arrays = io.BytesIO(), 0, {}
     for split, count in (("train", TRAIN), ("val", VALIDATED), ("test", TEST)):
-        arrays[f"{split}_images"] = x[begun : begun + count]
-        arrays[f"{split}_labels"] = y[begun : begun + count, None].astype(np.uint8)
-        begun += count
+        arrays[f"{split}_images"] = x[start : start + count]
+        arrays[f"{split}_labels"] = y[start : start + count, None].astype(np.uint8)
+        start += count
     np.savez_compressed(buffer, **arrays)
     return Official({f"{name}.npz": buffer.getvalue()}, x, y, TRAIN)
 
 
 @cache
 def official(name):
-    """Return a named dataset's files and what they hold. They are made once: packed files hold the time of packing."""
-    kinds = {
+    """Return a dataset's files and their content, cached because compressed files hold the time of compression."""
+    makers = {
         "mnist": _mnist, "fmnist": _mnist, "emnist": _emnist, "cifar10": _cifar10, "cifar100": _cifar100, "svhn": _svhn,
     }  # fmt: skip
-    return kinds[name]() if name in kinds else _medmnist(name)
+    return makers[name]() if name in makers else _medmnist(name)

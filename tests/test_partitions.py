@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedobp import Config, Federation, FedobpError, sweep
-from fedobp.data import PARTITIONS, data_dir, load, partition
+from fedobp.data import PARTITIONERS, data_dir, load, partition
 from fedobp.federation import deal
 from fedobp.report import partition as report
 
@@ -32,7 +32,7 @@ def wards(tmp_path, monkeypatch):
 
 
 def test_every_kind_runs(wards):
-    for kind in PARTITIONS:
+    for kind in PARTITIONERS:
         given = {"clients": 3, "rounds": 1, "alpha": 5.0, "epochs": 1, "partition": kind, "dataset": "wards"}
         options = {"change": "noise"} if kind == "feature" else {}
         federation = Federation(Config(**given, partition_options=options))
@@ -57,7 +57,7 @@ def test_a_natural_partition_has_as_many_clients_as_the_data(wards):
 
 
 def test_data_that_names_nobody_has_no_natural_partition():
-    with pytest.raises(FedobpError, match="--partition natural needs to know whose each sample is"):
+    with pytest.raises(FedobpError, match="--partition natural needs the client of each sample"):
         Federation(Config(partition="natural"))
 
 
@@ -236,7 +236,7 @@ def test_partition_json_has_exactly_the_documented_shape(command, wards):
 def test_the_help_and_the_docs_know_every_kind_and_option(command):
     said = " ".join(command("partition", "--help").out.replace("│", " ").split())
     docs = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
-    for name, kind in PARTITIONS.items():
+    for name, kind in PARTITIONERS.items():
         assert re.search(rf"[ ,]{name}[ ,]", said), name
         [row] = [line for line in docs.splitlines() if line.startswith(f"| `{name}` |")]
         for option in kind.options():

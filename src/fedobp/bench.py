@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedobp.config import Config
-from fedobp.data import KNOWN, Dataset, FederatedData, data_dir, describe, load
+from fedobp.data import REGISTRY, Dataset, FederatedData, data_dir, describe, load
 from fedobp.engine import Budget, ClientJob, ClientPool, Counters, Engine, Store, dtype_of
 from fedobp.engine.batch_order import batches_of
 from fedobp.engine.cost import cost
@@ -162,7 +162,7 @@ def noise(name: str, shape: Sequence[int], samples: int, classes: int) -> Datase
 def stand_in(config: Config) -> Dataset | None:
     """Return random images in the shape and number of a known dataset whose file is not there."""
     info = describe(config.dataset, data_dir(config.data_dir))
-    return None if info.available else noise(info.name, info.shape, KNOWN[info.name].samples, info.classes)
+    return None if info.available else noise(info.name, info.shape, REGISTRY[info.name].samples, info.classes)
 
 
 def steps_by_round(config: Config, data: FederatedData, who: Iterable[Tensor] | None = None) -> list[int]:
@@ -373,7 +373,7 @@ class _Session:
             tested, some = tested + len(shard.test), some + 1
         data = self._data
         if some < len(self._shards):
-            data = data.dealt_again(self._dataset, self._shards[:some], self._config.normalize)
+            data = data.repartitioned(self._dataset, self._shards[:some], self._config.normalize)
         given = engine, self._config, self._method, self._model, data
         took = evaluate(*given)
         if self._device.type == "cuda" or took < self._left(end):  # the first time is slower than all others

@@ -13,12 +13,12 @@ from fedobp.data import (
     Dataset,
     FederatedData,
     Shard,
-    changed,
     data_dir,
-    digest,
     load,
     load_partition,
     partition,
+    partition_hash,
+    with_client_inputs,
 )
 from fedobp.engine import caught, dtype_of
 from fedobp.errors import FedobpError, described
@@ -41,7 +41,7 @@ def read(config: Config) -> Dataset:
 def assign(config: Config, dataset: Dataset) -> tuple[Dataset, list[Shard]]:
     """Assign a dataset's samples to clients: as a saved partition says, or anew, by resolved settings.
 
-    Where the partition changes clients' inputs, the dataset that comes back has the changed ones.
+    Where the partition changes clients' inputs, the dataset that comes back has the with_client_inputs ones.
     """
     if config.partition_file:
         shards = load_partition(Path(config.partition_file), dataset)
@@ -57,7 +57,7 @@ def assign(config: Config, dataset: Dataset) -> tuple[Dataset, list[Shard]]:
             holdout=config.holdout_clients,
             natural=dataset.clients,
         )
-    return changed(dataset, shards), shards
+    return with_client_inputs(dataset, shards), shards
 
 
 class Federation:
@@ -101,9 +101,9 @@ class Federation:
             return beside.data, beside.partition
         dataset, shards = assign(config, self.source)
         if beside is not None and shares:
-            return beside.data.dealt_again(dataset, shards, config.normalize), digest(dataset, shards)
+            return beside.data.repartitioned(dataset, shards, config.normalize), partition_hash(dataset, shards)
         device, dtype = torch.device(config.device), dtype_of(config.precision)
-        return FederatedData(dataset, shards, device, dtype, config.normalize), digest(dataset, shards)
+        return FederatedData(dataset, shards, device, dtype, config.normalize), partition_hash(dataset, shards)
 
     def run(
         self,

@@ -166,7 +166,7 @@ def simulate(
         global_gradient=partial(global_gradient, model, data, config.precision),
         folder=open_folder(out, config, federation.partition, launch) if out else None,
         partition=federation.partition,
-        metadata={"method": config.method, "model": config.model, **data.about()},
+        metadata={"method": config.method, "model": config.model, **data.metadata()},
         keep_models=keep_models,
         launch=launch,
     )

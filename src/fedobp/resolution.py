@@ -10,7 +10,15 @@ import torch
 
 from fedobp.algorithms import attributing_errors, method_class
 from fedobp.config import PARTITION_SETTINGS, TABLES, Config, check_setting, flag
-from fedobp.data import KNOWN, PARTITIONS, Dataset, data_dir, partition_settings, suited, way_of
+from fedobp.data import (
+    PARTITIONERS,
+    REGISTRY,
+    Dataset,
+    data_dir,
+    default_clients_and_alpha,
+    normalization_for,
+    partition_settings,
+)
 from fedobp.errors import FedobpError, short, unknown
 from fedobp.evaluation import protocol
 from fedobp.method import Method
@@ -21,8 +29,8 @@ def check_names(config: Config) -> None:
     """Refuse what is wrong whatever the dataset is, before it is read."""
     if config.model is not None and config.model not in NETS:
         raise unknown("model", config.model, NETS)
-    if config.partition is not None and config.partition not in PARTITIONS:
-        raise unknown("partition", config.partition, PARTITIONS)
+    if config.partition is not None and config.partition not in PARTITIONERS:
+        raise unknown("partition", config.partition, PARTITIONERS)
     method_class(config.method)
     _machine(config)
 
@@ -34,12 +42,14 @@ def resolve(config: Config, dataset: Dataset) -> tuple[Config, Method]:
     if config.partition_file is not None:
         config = _with_partition_file(config, _path("partition_file", config.partition_file))
     config = _machine(_with_defaults(config, dataset))
-    for kind, name, known in (("partition", config.partition, PARTITIONS), ("model", config.model, NETS)):
+    for kind, name, known in (("partition", config.partition, PARTITIONERS), ("model", config.model, NETS)):
         if name not in known:
             raise unknown(kind, name, known)
-    partitioner = PARTITIONS[config.partition].configure(config.partition_options)
+    partitioner = PARTITIONERS[config.partition].configure(config.partition_options)
     options = {spec.name: getattr(partitioner, spec.name) for spec in partitioner.options()}
-    config = replace(config, partition_options=options, normalize=cast(Any, way_of(config.dataset, config.normalize)))
+    config = replace(
+        config, partition_options=options, normalize=cast(Any, normalization_for(config.dataset, config.normalize))
+    )
     if config.trainers < 1:
         raise FedobpError(
             f"--holdout-clients {config.holdout_clients} leaves nobody of {config.clients} clients to train: hold out "
@@ -57,8 +67,8 @@ def with_method(config: Config) -> tuple[Config, Method]:
     method = method_class(config.method)
     names = [spec.name for spec in method.options()]
     options = dict(config.options)
-    if "q" in names and config.model == "cnn" and config.partition == "dirichlet" and config.dataset in KNOWN:
-        published = KNOWN[config.dataset].q.get(config.alpha)
+    if "q" in names and config.model == "cnn" and config.partition == "dirichlet" and config.dataset in REGISTRY:
+        published = REGISTRY[config.dataset].q.get(config.alpha)
         options = options if published is None else {"q": published, **options}
     with attributing_errors(method):
         configured = method.configure(options)
@@ -75,9 +85,9 @@ def _with_defaults(config: Config, dataset: Dataset) -> Config:
         defaults |= {"clients": 100, "participation": 0.1, "rounds": 400, "model": _model_for(shape)}
     if config.partition == "natural" and dataset.client_names:
         defaults["clients"] = len(dataset.client_names)
-    elif config.dataset not in KNOWN and None in (config.clients, config.alpha):
+    elif config.dataset not in REGISTRY and None in (config.clients, config.alpha):
         sizes = [int(size) for size in np.bincount(dataset.y)]
-        defaults["clients"], defaults["alpha"] = suited(sizes, config.clients, config.alpha)
+        defaults["clients"], defaults["alpha"] = default_clients_and_alpha(sizes, config.clients, config.alpha)
     rounds = config.rounds or defaults["rounds"]
     defaults |= {"partition_seed": config.seed, "eval_every": max(1, rounds // 20)}
     return replace(config, **{name: value for name, value in defaults.items() if getattr(config, name) is None})

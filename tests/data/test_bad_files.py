@@ -1,4 +1,4 @@
-"""Files that are not what they should be: any content, any size, anything that is no file at all gives a sentence."""
+"""Bad files: any content, any size and anything that is not a regular file gives a one-sentence user error."""
 
 import io
 import json
@@ -13,15 +13,15 @@ import datasets
 import numpy as np
 import pyarrow
 import pytest
-from bring_cases import arrow, picture, refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from importer_cases import arrow, picture, refused
 from PIL import Image
 
 from fedobp import Config, Federation, Model
-from fedobp.data import bring, catalogue, describe, fetch, load, load_partition, partition, save_partition
+from fedobp.data import describe, fetch, import_dataset, list_datasets, load, load_partition, partition, save_partition
 from fedobp.data.datasets import parse
-from fedobp.data.images import Images
+from fedobp.data.images import ImageArray
 from fedobp.errors import FedobpError
 
 TABLE, LABELS = np.arange(24, dtype=np.float32).reshape(8, 3), np.arange(8) % 4
@@ -29,13 +29,13 @@ GREY = np.arange(64).reshape(8, 8)
 
 
 @pytest.fixture
-def scarce(monkeypatch):
-    """A function that leaves so many bytes of memory free."""
+def set_free_memory(monkeypatch):
+    """A function that sets the number of free bytes."""
 
-    def leave(size):
-        monkeypatch.setattr("fedobp.data.memory.available", lambda: float(size))
+    def set_free(size):
+        monkeypatch.setattr("fedobp.data.free_memory.free_bytes", lambda: float(size))
 
-    return leave
+    return set_free
 
 
 def header(text, values=b"", version=1):
@@ -49,7 +49,7 @@ def shape(shape, kind="<f4"):
 
 
 def archive(path, compression=zipfile.ZIP_STORED, **members):
-    """An npz file of a good x and y, but for what is given."""
+    """An npz file of a valid x and y, except for the given members."""
     whole = {"x": TABLE, "y": LABELS, **members}
     with zipfile.ZipFile(path, "w", compression) as file:
         for name, value in whole.items():
@@ -85,21 +85,21 @@ def test_any_header_gives_a_sentence(folder, key, version, text):
     folder.mkdir()
     archive(folder / "mine.npz", **{key: header(text, TABLE.tobytes(), version)})
     np.savez(folder / "good.npz", x=TABLE, y=LABELS)
-    for ask in (load, describe, lambda name, folder: bring("other", folder / f"{name}.npz", folder)):
+    for ask in (load, describe, lambda name, folder: import_dataset("other", folder / f"{name}.npz", folder)):
         with pytest.raises(FedobpError, match=r"mine.npz cannot be read as an npz file of plain arrays") as caught:
             ask("mine", folder)
         assert len(str(caught.value)) < 600
-    found = {info.name: info.available for info in catalogue(folder)}
+    found = {info.name: info.available for info in list_datasets(folder)}
     assert (found["mine"], found["good"]) == (False, True)
 
 
 @pytest.mark.parametrize("key", ["x", "y", "other"])
-def test_an_array_that_unpacks_to_more_than_there_is_room_for_is_refused_unread(folder, tmp_path, scarce, key):
-    """A bomb: 64 MB of zeros in 64 kB, whose header is right."""
+def test_an_array_larger_than_free_memory_is_refused_unread(folder, tmp_path, set_free_memory, key):
+    """A zip bomb: 64 MB of zeros in 64 kB, with a correct header."""
     zeros = header(shape("(8, 2097152)"), bytes(8 * 2097152 * 4))
     path = archive(tmp_path / "mine.npz", zipfile.ZIP_DEFLATED, **{key: zeros})
     assert path.stat().st_size < 100_000
-    scarce(2**24)
+    set_free_memory(2**24)
     refused(r"reading .*mine.npz needs more memory than there is \(asked for: 64 MiB; free: 16 MiB\)", path, folder)
     with pytest.raises(FedobpError, match="needs more memory than there is"):
         load("mine", tmp_path)
@@ -110,23 +110,23 @@ def test_an_array_longer_than_its_archive_says_is_refused(folder, tmp_path):
     refused("x.npy is not as long as it says", path, folder)
 
 
-@pytest.mark.parametrize("place", ["fedobp.data.npz.np.lib.format.read_array", "fedobp.data.datasets.np.isfinite"])
-def test_running_out_of_memory_is_said(folder, tmp_path, monkeypatch, place):
+@pytest.mark.parametrize("target", ["fedobp.data.npz.np.lib.format.read_array", "fedobp.data.datasets.np.isfinite"])
+def test_a_memory_error_becomes_a_user_error(folder, tmp_path, monkeypatch, target):
     def out_of_memory(*_, **__):
         raise MemoryError("Unable to allocate 7.00 TiB for an array")
 
     folder.mkdir()
     np.savez(folder / "mine.npz", x=TABLE, y=LABELS)
-    monkeypatch.setattr(place, out_of_memory)
-    for ask in (load, lambda name, folder: bring("other", folder / f"{name}.npz", folder)):
+    monkeypatch.setattr(target, out_of_memory)
+    for ask in (load, lambda name, folder: import_dataset("other", folder / f"{name}.npz", folder)):
         with pytest.raises(
             FedobpError, match=r"more memory than there is .*: use fewer or smaller samples, or a machi"
         ):
             ask("mine", folder)
 
 
-def test_floats_are_converted_only_where_there_is_room(scarce):
-    scarce(100)
+def test_floats_are_converted_only_if_memory_suffices(set_free_memory):
+    set_free_memory(100)
     with pytest.raises(FedobpError, match=r"dataset 'mine' needs more memory .*asked for: 120 bytes; free: 100 bytes"):
         parse("mine", {"x": TABLE.astype(np.float64), "y": LABELS})
 
@@ -151,17 +151,17 @@ def test_arrays_of_strange_types_are_refused(folder, arrays, sentence):
         load("mine", folder)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
-    assert [info.name for info in catalogue(folder)][-1] == "mine"
+    assert [info.name for info in list_datasets(folder)][-1] == "mine"
 
 
 # Images.
 
 
 @pytest.mark.parametrize("free", [200, 2000])
-def test_images_that_do_not_fit_are_refused(folder, tmp_path, scarce, free):
+def test_images_that_do_not_fit_are_refused(folder, tmp_path, set_free_memory, free):
     for at in range(40):
         picture(tmp_path / f"pets/{at % 2}/{at}.png", GREY)
-    scarce(free)  # first too little for one of them, then for all
+    set_free_memory(free)  # too little for one image, or for all of them
     what = r"pets/0/0.png" if free < 512 else "40 images of 8 x 8 pixels, grey"
     refused(f"{what} needs more memory than there is .*asked for: (512|2,560) bytes", tmp_path / "pets", folder)
 
@@ -172,11 +172,11 @@ def test_an_image_of_far_too_many_pixels_is_refused_before_it_is_unpacked(folder
     refused("x.png cannot be read as an image .*decompression bomb", tmp_path / "pets", folder)
 
 
-def test_colour_images_that_are_mapped_are_copied_only_where_there_is_room(folder, scarce):
+def test_mapped_colour_images_are_copied_only_if_memory_suffices(folder, set_free_memory):
     folder.mkdir()
     np.savez(folder / "mine.npz", x=np.zeros((20, 8, 8, 3), np.uint8), y=np.arange(20) % 2)
     config = Config(dataset="mine", data_dir=str(folder))
-    scarce(3839)
+    set_free_memory(3839)
     with pytest.raises(FedobpError, match=r"'mine' needs more memory than there is \(asked for: 3,840 bytes"):
         Federation(config)
 
@@ -186,7 +186,7 @@ def test_a_model_that_does_not_fit_is_refused():
         Model("mlp", (2**40,), 2)
 
 
-# What is no file.
+# Not a regular file.
 
 
 def a_pipe(path):
@@ -196,7 +196,7 @@ def a_pipe(path):
 def a_socket(path):
     with socket.socket(socket.AF_UNIX) as one:
         here = Path.cwd()
-        os.chdir(path.parent)  # the address of a socket is short
+        os.chdir(path.parent)  # socket addresses have a short maximum length
         try:
             one.bind(path.name)
         finally:
@@ -220,11 +220,11 @@ def a_link_to_a_device(path):
     path.symlink_to("/dev/zero")
 
 
-NO_FILES = [a_pipe, a_socket, Path.mkdir, a_link_to_nowhere, a_link_to_itself, a_link_to_a_pipe, a_link_to_a_device]
-anything_but_a_file = pytest.mark.parametrize("make", NO_FILES, ids=lambda make: make.__name__)
+NOT_FILES = [a_pipe, a_socket, Path.mkdir, a_link_to_nowhere, a_link_to_itself, a_link_to_a_pipe, a_link_to_a_device]
+not_a_regular_file = pytest.mark.parametrize("make", NOT_FILES, ids=lambda make: make.__name__)
 
 
-@anything_but_a_file
+@not_a_regular_file
 def test_in_the_data_folder_it_is_no_dataset(folder, make):
     folder.mkdir()
     make(folder / "mine.npz")
@@ -233,25 +233,25 @@ def test_in_the_data_folder_it_is_no_dataset(folder, make):
         with pytest.raises(FedobpError, match=r"mine.npz"):
             ask("mine", folder)
     with pytest.raises(FedobpError, match="'mine' exists already"):
-        bring("mine", folder / "good.npz", folder)
-    assert [(info.name, info.available) for info in catalogue(folder)][-2:] == [("good", True), ("mine", False)]
+        import_dataset("mine", folder / "good.npz", folder)
+    assert [(info.name, info.available) for info in list_datasets(folder)][-2:] == [("good", True), ("mine", False)]
 
 
-@anything_but_a_file
+@not_a_regular_file
 @pytest.mark.parametrize("name", ["mine.npz", "mine.csv", "mine.parquet", "mine"])
 def test_as_a_source_it_is_refused(folder, tmp_path, name, make):
     make(tmp_path / name)
     refused(r"mine", tmp_path / name, folder)
 
 
-@anything_but_a_file
+@not_a_regular_file
 def test_among_images_it_is_refused(folder, tmp_path, make):
     picture(tmp_path / "pets/a/1.png", GREY)
     make(tmp_path / "pets/a/2.png")
     refused("2.png", tmp_path / "pets", folder)
 
 
-@anything_but_a_file
+@not_a_regular_file
 def test_in_a_saved_dataset_it_is_refused(folder, tmp_path, make):
     datasets.Dataset.from_dict({"a": [1.0, 2.0], "label": ["x", "y"]}).save_to_disk(tmp_path / "saved")
     [data] = (tmp_path / "saved").glob("*.arrow")
@@ -268,11 +268,11 @@ def test_a_pipe_that_a_table_names_as_an_image_is_refused(folder, tmp_path):
     refused("row 1 .* is neither bytes nor the path", arrow(tmp_path / "t.parquet", i=numbers, label=[0, 1]), folder)
 
 
-@anything_but_a_file
+@not_a_regular_file
 def test_among_downloads_it_is_refused(folder, make):
-    place = folder / "downloads" / "organcmnist"
-    place.mkdir(parents=True)
-    make(place / "organcmnist.npz")
+    target = folder / "downloads" / "organcmnist"
+    target.mkdir(parents=True)
+    make(target / "organcmnist.npz")
     with pytest.raises(FedobpError, match=r"organcmnist\.npz"):
         fetch(["organcmnist"], folder)
 
@@ -291,7 +291,7 @@ def saved(tmp_path, digits):
     return tmp_path / "mine"
 
 
-@anything_but_a_file
+@not_a_regular_file
 @pytest.mark.parametrize("kind", ["json", "npz"])
 def test_as_a_partition_it_is_refused(saved, digits, make, kind):
     file = saved.with_suffix(f".{kind}")
@@ -311,7 +311,7 @@ def test_a_partition_of_impossible_numbers_is_refused_even_with_the_right_hash(s
     arrays[key][0] = value
     np.savez(saved.with_suffix(".npz"), **arrays)
     monkeypatch.setattr(
-        "fedobp.data.artefact._digest", lambda *_: json.loads(Path(f"{saved}.json").read_text())["hash"]
+        "fedobp.data.partition_file._content_hash", lambda *_: json.loads(Path(f"{saved}.json").read_text())["hash"]
     )
     with pytest.raises(FedobpError, match="does not have the content that its json file names"):
         load_partition(saved, digits)
@@ -327,15 +327,15 @@ def test_a_partition_without_training_samples_is_refused(tmp_path, digits):
 
 def test_a_partition_is_saved_whole_or_not_at_all(tmp_path, digits, monkeypatch):
     def full(*_):
-        raise FedobpError("no room")
+        raise FedobpError("no space")
 
-    monkeypatch.setattr("fedobp.data.artefact.write_json", full)
-    with pytest.raises(FedobpError, match="no room"):
+    monkeypatch.setattr("fedobp.data.partition_file.write_json", full)
+    with pytest.raises(FedobpError, match="no space"):
         save_partition(tmp_path / "mine", digits, partition(digits.y, 4), {})
     assert not list(tmp_path.glob("mine*"))
 
 
-# Sentences stay short, whatever a table holds.
+# Error messages stay short.
 
 LONG = "x" * 5000
 WORDY = {
@@ -354,24 +354,24 @@ WORDY = {
 def test_a_long_text_is_shortened(folder, tmp_path, text):
     (tmp_path / "t.csv").write_bytes(text.encode())
     with pytest.raises(FedobpError) as caught:
-        bring("mine", tmp_path / "t.csv", folder)
-    assert len(str(caught.value)) < 4000  # fifty names of a table's columns at most, each shortened
+        import_dataset("mine", tmp_path / "t.csv", folder)
+    assert len(str(caught.value)) < 4000  # at most fifty column names, each shortened
     assert "\n" not in str(caught.value)
 
 
-def test_labels_far_longer_than_others_are_refused_where_there_is_no_room(folder, tmp_path, scarce):
+def test_very_long_labels_are_refused_if_memory_does_not_suffice(folder, tmp_path, set_free_memory):
     (tmp_path / "t.csv").write_text("label,a\n" + "a,1\nb,2\n" * 50 + f"{LONG},3\n")
-    scarce(100_000)
+    set_free_memory(100_000)
     refused(r"the labels of .*t.csv needs more memory than there is", tmp_path / "t.csv", folder)
 
 
-def test_a_table_is_given_up_when_its_rows_no_longer_fit(folder, tmp_path, scarce):
+def test_a_table_is_refused_when_its_rows_no_longer_fit(folder, tmp_path, set_free_memory):
     (tmp_path / "t.csv").write_text("label,a\n" + "1,1\n2,2\n" * 50)
-    scarce(399)
+    set_free_memory(399)
     refused(r"t.csv, .* needs more memory than there is \(asked for: 400 bytes; free: 399", tmp_path / "t.csv", folder)
 
 
-# Damage anywhere.
+# Damaged files.
 
 
 def contents(tmp_path):
@@ -399,13 +399,13 @@ def test_damage_gives_data_or_a_sentence(tmp_path, kind, cut, changes):
     path.write_bytes(content)
     (tmp_path / "data/mine.npz").unlink(missing_ok=True)
     try:
-        Images(1).add("it", bytes(content)) if kind == "png" else bring("mine", path, tmp_path / "data")
+        ImageArray(1).add("it", bytes(content)) if kind == "png" else import_dataset("mine", path, tmp_path / "data")
     except FedobpError as error:
         assert "\n" not in str(error)  # noqa: PT017 (any outcome but another exception is right)
 
 
 def test_an_arrow_file_with_impossible_offsets_is_refused(folder, tmp_path):
-    """They would be followed anywhere in memory."""
+    """Invalid offsets would read arbitrary memory."""
     datasets.Dataset.from_dict({"a": [1.0, 2.0], "label": ["first", "second"]}).save_to_disk(tmp_path / "saved")
     [file] = (tmp_path / "saved").glob("*.arrow")
     content = file.read_bytes()

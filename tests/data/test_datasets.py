@@ -1,4 +1,4 @@
-"""Datasets: where they are looked for, what is stored, what is refused and with which sentence."""
+"""Datasets: the data folder, storing and loading, and user errors."""
 
 import io
 import zipfile
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fedobp.data import Info, bring, data_dir, describe, load, names
+from fedobp.data import Info, data_dir, dataset_names, describe, import_dataset, load
 from fedobp.data.datasets import parse
 from fedobp.errors import FedobpError
 
@@ -34,7 +34,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else {}
 
 
-# Where datasets are.
+# The data folder.
 
 
 def test_the_given_folder_comes_before_the_environment(monkeypatch):
@@ -64,16 +64,16 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
     assert data_dir() == Path("/home/someone/other")
 
 
-def test_names_are_the_known_ones_and_then_the_imported_ones_sorted(folder, source):
-    known = names(folder)
-    assert {"digits", "mnist", "fmnist", "emnist", "cifar10", "cifar100", "svhn"} < set(known)
+def test_names_are_the_registered_ones_and_then_the_imported_ones_sorted(folder, source):
+    registered = dataset_names(folder)
+    assert {"digits", "mnist", "fmnist", "emnist", "cifar10", "cifar100", "svhn"} < set(registered)
     for name in ("zebras", "ants.v2"):
-        bring(name, source(x=TABLE, y=LABELS), folder)
-    bring("mnist", source(x=IMAGES, y=LABELS), folder)
-    assert names(folder) == [*known, "ants.v2", "zebras"]
+        import_dataset(name, source(x=TABLE, y=LABELS), folder)
+    import_dataset("mnist", source(x=IMAGES, y=LABELS), folder)
+    assert dataset_names(folder) == [*registered, "ants.v2", "zebras"]
 
 
-# What is stored comes back.
+# Storing and loading.
 
 
 def test_digits_need_no_file(folder):
@@ -96,8 +96,8 @@ def test_digits_need_no_file(folder):
     ],
     ids=["grey", "colour", "table"],
 )
-def test_inputs_come_back_as_they_were(folder, source, x):
-    returned = bring("mine", source(x=x, y=LABELS), folder)
+def test_inputs_are_stored_unchanged(folder, source, x):
+    returned = import_dataset("mine", source(x=x, y=LABELS), folder)
     for dataset in (returned, load("mine", folder)):
         np.testing.assert_array_equal(dataset.x, x)
         assert dataset.x.dtype == x.dtype
@@ -108,19 +108,19 @@ def test_inputs_come_back_as_they_were(folder, source, x):
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16])
 def test_other_floats_become_float32(folder, source, dtype):
-    bring("mine", source(x=TABLE.astype(dtype) / 7, y=LABELS), folder)
+    import_dataset("mine", source(x=TABLE.astype(dtype) / 7, y=LABELS), folder)
     loaded = load("mine", folder)
     assert loaded.x.dtype == np.float32
     np.testing.assert_array_equal(loaded.x, (TABLE.astype(dtype) / 7).astype(np.float32))
 
 
 def test_labels_may_be_a_column(folder, source):
-    bring("mine", source(x=TABLE, y=LABELS[:, None].astype(np.uint8)), folder)
+    import_dataset("mine", source(x=TABLE, y=LABELS[:, None].astype(np.uint8)), folder)
     assert load("mine", folder).y.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
 def test_labels_are_numbered_in_ascending_order_and_keep_their_names(folder, source):
-    bring("mine", source(x=TABLE, y=np.array([7, -3, 7, 100, 100, -3, 7, 7])), folder)
+    import_dataset("mine", source(x=TABLE, y=np.array([7, -3, 7, 100, 100, -3, 7, 7])), folder)
     loaded = load("mine", folder)
     assert loaded.y.tolist() == [1, 0, 1, 2, 2, 0, 1, 1]
     assert loaded.labels == (-3, 7, 100)
@@ -132,29 +132,29 @@ def test_labels_are_numbered_in_ascending_order_and_keep_their_names(folder, sou
 @pytest.mark.parametrize("n_train", [0, 5, 8])
 @pytest.mark.parametrize("wrap", [np.int64, lambda n: np.array([n])], ids=["number", "array of one"])
 def test_the_official_split_is_kept(folder, source, n_train, wrap):
-    bring("mine", source(x=TABLE, y=LABELS, n_train=wrap(n_train)), folder)
+    import_dataset("mine", source(x=TABLE, y=LABELS, n_train=wrap(n_train)), folder)
     assert load("mine", folder).n_train == n_train
 
 
-def test_a_known_dataset_has_all_its_classes_even_those_that_do_not_occur(folder, source):
-    bring("organamnist", source(x=IMAGES, y=np.full(8, 4)), folder)
+def test_a_registered_dataset_has_all_its_classes_even_those_that_do_not_occur(folder, source):
+    import_dataset("organamnist", source(x=IMAGES, y=np.full(8, 4)), folder)
     loaded = load("organamnist", folder)
     assert loaded.classes == 11
     assert loaded.y.tolist() == [4] * 8
 
 
-def test_a_known_grey_dataset_may_carry_a_channel_axis(folder, source):
-    bring("mnist", source(x=IMAGES[..., None], y=LABELS), folder)
+def test_a_registered_grey_dataset_may_have_a_channel_axis(folder, source):
+    import_dataset("mnist", source(x=IMAGES[..., None], y=LABELS), folder)
     assert load("mnist", folder).x.shape == (8, 28, 28, 1)
 
 
 def test_a_compressed_file_is_read_too(folder, tmp_path):
     np.savez_compressed(tmp_path / "small.npz", x=TABLE, y=LABELS)
-    bring("mine", tmp_path / "small.npz", folder)
+    import_dataset("mine", tmp_path / "small.npz", folder)
     np.testing.assert_array_equal(load("mine", folder).x, TABLE)
 
 
-# What is refused: nothing is left behind.
+# User errors leave no file behind.
 
 REFUSED = {
     "no x": ("mine", {"y": LABELS}, r"'mine' has no array 'x' \(it has y\): save x and y with np.savez"),
@@ -203,12 +203,12 @@ REFUSED = {
 @pytest.mark.parametrize(("name", "arrays", "sentence"), REFUSED.values(), ids=REFUSED)
 def test_bad_arrays_are_refused_with_a_reason(folder, source, name, arrays, sentence):
     with pytest.raises(FedobpError, match=sentence):
-        bring(name, source(**arrays), folder)
+        import_dataset(name, source(**arrays), folder)
     assert files(folder) == {}
 
 
 @pytest.mark.parametrize(("name", "arrays", "sentence"), REFUSED.values(), ids=REFUSED)
-def test_bad_arrays_that_somebody_put_into_the_folder_are_refused_too(folder, name, arrays, sentence):
+def test_bad_arrays_in_the_data_folder_are_refused_too(folder, name, arrays, sentence):
     folder.mkdir()
     np.savez(folder / f"{name}.npz", **arrays)
     with pytest.raises(FedobpError, match=sentence):
@@ -269,7 +269,7 @@ def test_a_file_that_is_no_npz_is_refused_with_its_path(folder, tmp_path, conten
     path = tmp_path / "source.npz"
     path.write_bytes(content)
     with pytest.raises(FedobpError, match=r"source.npz cannot be read as an npz file of plain arrays .*: save it anew"):
-        bring("mine", path, folder)
+        import_dataset("mine", path, folder)
     assert files(folder) == {}
 
 
@@ -278,7 +278,7 @@ def test_a_file_that_is_no_npz_is_refused_with_its_path(folder, tmp_path, conten
 )
 @given(compressed=st.booleans(), cut=st.integers(0, 700), at=st.integers(0, 699), value=st.integers(0, 255))
 @example(compressed=False, cut=700, at=4, value=200)  # a zip version that does not exist
-@example(compressed=True, cut=700, at=6, value=1)  # a member that is said to be encrypted
+@example(compressed=True, cut=700, at=6, value=1)  # a member that is marked as encrypted
 def test_damage_gives_a_dataset_or_a_sentence_and_nothing_else(tmp_path, compressed, cut, at, value):
     content = bytearray(npz_bytes(np.savez_compressed if compressed else np.savez)[:cut])
     if at < len(content):
@@ -300,8 +300,8 @@ def test_pickles_are_named_as_the_reason_and_never_run(folder, tmp_path, pickled
     folder.mkdir()
     arrays = {"x": TABLE, "y": LABELS, pickled: np.array([Bomb(), Bomb()], dtype=object)}
     np.savez(folder / "mine.npz", **arrays)
-    asked = [lambda: bring("other", folder / "mine.npz", folder), lambda: load("mine", folder)]
-    if pickled == "y":  # of x, only the header is read for a description
+    asked = [lambda: import_dataset("other", folder / "mine.npz", folder), lambda: load("mine", folder)]
+    if pickled == "y":  # `describe` reads only the header of x
         asked.append(lambda: describe("mine", folder))
     for ask in asked:
         with pytest.raises(FedobpError, match="it holds pickled objects, which are never read"):
@@ -314,16 +314,16 @@ def test_a_zip_of_other_things_has_no_x(folder, tmp_path):
     with zipfile.ZipFile(tmp_path / "source.npz", "w") as archive:
         archive.writestr("readme.txt", "hello")
     with pytest.raises(FedobpError, match=r"source\.npz|no array 'x'"):
-        bring("mine", tmp_path / "source.npz", folder)
+        import_dataset("mine", tmp_path / "source.npz", folder)
 
 
-def test_a_known_dataset_without_a_file_says_how_to_get_it(folder):
+def test_a_registered_dataset_without_a_file_says_how_to_fetch_it(folder):
     sentence = r"'cifar10' is not in .*data: run `fedobp data fetch cifar10 --data-dir .*data`"
     with pytest.raises(FedobpError, match=sentence):
         load("cifar10", folder)
 
 
-def test_a_damaged_file_of_a_known_dataset_can_be_fetched_again(folder):
+def test_a_damaged_file_of_a_registered_dataset_can_be_fetched_again(folder):
     folder.mkdir()
     (folder / "mnist.npz").write_bytes(b"half of it")
     with pytest.raises(
@@ -349,28 +349,28 @@ def test_an_unknown_name_suggests_the_nearest(folder, ask):
 @pytest.mark.parametrize("name", ["", "Mine", "a/b", "../up", ".hidden", "-x", "a b", "ä", "mine\n"])
 def test_a_name_that_is_no_plain_file_name_is_refused(folder, source, name):
     with pytest.raises(FedobpError, match="cannot name a dataset: use lower-case letters"):
-        bring(name, source(x=TABLE, y=LABELS), folder)
+        import_dataset(name, source(x=TABLE, y=LABELS), folder)
     assert files(folder) == {}
 
 
 def test_an_existing_dataset_is_not_overwritten(folder, source):
-    bring("mine", source(x=TABLE, y=LABELS), folder)
+    import_dataset("mine", source(x=TABLE, y=LABELS), folder)
     before = files(folder)
     with pytest.raises(FedobpError, match=r"'mine' exists already: import under another name, or remove .*mine.npz"):
-        bring("mine", source(x=TABLE + 1, y=LABELS), folder)
+        import_dataset("mine", source(x=TABLE + 1, y=LABELS), folder)
     assert files(folder) == before
 
 
 def test_the_digits_name_is_reserved(folder, source):
     with pytest.raises(FedobpError, match="'digits' is built in: import under another name"):
-        bring("digits", source(x=np.zeros((8, 8, 8), np.uint8), y=LABELS), folder)
+        import_dataset("digits", source(x=np.zeros((8, 8, 8), np.uint8), y=LABELS), folder)
     assert files(folder) == {}
 
 
 def test_a_folder_that_cannot_be_made_is_refused(source, tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(FedobpError, match="file"):
-        bring("mine", source(x=TABLE, y=LABELS), tmp_path / "file")
+        import_dataset("mine", source(x=TABLE, y=LABELS), tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -382,14 +382,14 @@ def test_a_write_that_fails_leaves_no_file(folder, source, monkeypatch):
     path = source(x=TABLE, y=LABELS)
     monkeypatch.setattr(np, "savez", full)
     with pytest.raises((OSError, FedobpError), match="No space"):
-        bring("mine", path, folder)
+        import_dataset("mine", path, folder)
     assert files(folder) == {}
 
 
-# What a dataset's sizes are.
+# Sizes.
 
 
-def test_describe_an_absent_known_dataset(folder):
+def test_describe_an_absent_registered_dataset(folder):
     assert describe("cifar100", folder) == Info("cifar100", None, (32, 32, 3), 100, available=False)
 
 
@@ -398,12 +398,12 @@ def test_describe_the_digits(folder):
 
 
 def test_describe_a_present_dataset(folder, source):
-    dataset = bring("mine", source(x=TABLE, y=np.array([7, -3, 7, 100, 100, -3, 7, 7])), folder)
+    dataset = import_dataset("mine", source(x=TABLE, y=np.array([7, -3, 7, 100, 100, -3, 7, 7])), folder)
     assert describe("mine", folder) == dataset.info == Info("mine", 8, (3,), 3, available=True)
 
 
-def test_describe_a_present_known_dataset_counts_all_its_classes(folder, source):
-    bring("mnist", source(x=IMAGES, y=LABELS), folder)
+def test_describe_a_present_registered_dataset_counts_all_its_classes(folder, source):
+    import_dataset("mnist", source(x=IMAGES, y=LABELS), folder)
     assert describe("mnist", folder) == Info("mnist", 8, (28, 28), 10, available=True)
 
 

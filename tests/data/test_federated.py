@@ -1,4 +1,4 @@
-"""Client data as tensors: shapes, sizes, and scaling computed by hand."""
+"""Client data as tensors: shapes, sizes, and normalization computed by hand."""
 
 from dataclasses import replace
 
@@ -28,10 +28,10 @@ def close(found, expected):
     torch.testing.assert_close(found, torch.as_tensor(expected, dtype=found.dtype), rtol=0, atol=1e-12)
 
 
-# Scaling with published constants.
+# Normalization with published constants.
 
 
-def test_cifar10_bytes_are_scaled_with_the_published_constants():
+def test_cifar10_bytes_are_normalized_with_the_published_constants():
     x = np.zeros((2, 32, 32, 3), np.uint8)
     x[0, 0, 1] = (51, 102, 255)
     data = federated(dataset(x, name="cifar10", classes=10), shard(train=[0], test=[1]))
@@ -45,33 +45,33 @@ def test_cifar10_bytes_are_scaled_with_the_published_constants():
 @pytest.mark.parametrize(
     ("name", "mean", "std"), [("organamnist", 118.7546, 62.3489), ("organcmnist", 124.424, 58.8092)]
 )
-def test_organ_constants_are_brought_to_the_unit_scale(name, mean, std):
+def test_organ_constants_are_divided_by_255(name, mean, std):
     x = np.zeros((2, 28, 28), np.uint8)
     x[0, 3, 4] = 200
     found = federated(dataset(x, name=name, classes=11), shard(train=[0, 1])).inputs(0, "train")
-    # (x / 255 - mean / 255) / (std / 255): the constants as printed belong to pixels as stored.
+    # (x / 255 - mean / 255) / (std / 255): the published constants are on the 0-255 scale.
     close(found[0, 0, 3, 4], (200 - mean) / std)
     close(found[1, 0, 0, 0], -mean / std)
 
 
-def test_known_floats_up_to_one_are_not_divided():
+def test_registered_floats_up_to_one_are_not_divided():
     x = np.zeros((2, 28, 28), np.float32)
     x[0, 0, 0], x[1, 0, 0] = 0.5, 1.0
     found = federated(dataset(x, name="mnist", classes=10), shard(train=[0, 1])).inputs(0, "train")
     close(found[:, 0, 0, 0], [(0.5 - 0.1307) / 0.3015, (1 - 0.1307) / 0.3015])
 
 
-def test_known_floats_up_to_255_are_divided():
+def test_registered_floats_up_to_255_are_divided():
     x = np.zeros((2, 28, 28), np.float32)
     x[0, 0, 0], x[1, 0, 0] = 51.0, 255.0
     found = federated(dataset(x, name="mnist", classes=10), shard(train=[0, 1])).inputs(0, "train")
     close(found[:, 0, 0, 0], [(0.2 - 0.1307) / 0.3015, (1 - 0.1307) / 0.3015])
 
 
-# Scaling with what the training parts hold.
+# Normalization with the constants of the training splits.
 
 
-def test_tables_are_scaled_by_the_training_parts_of_all_clients():
+def test_tables_are_normalized_by_the_training_splits_of_all_clients():
     # Training rows 0, 1, 4: feature 0 is 1, 3, 5 (mean 3, std sqrt(8/3)); row 2 is validation, row 3 is test.
     x = np.array([[1, 0], [3, 6], [900, 900], [7, -900], [5, 3]], np.float32)
     data = federated(dataset(x), shard(train=[0, 1], val=[2], test=[3]), shard(train=[4]))
@@ -83,7 +83,7 @@ def test_tables_are_scaled_by_the_training_parts_of_all_clients():
     close(data.inputs(1, "train"), [[2 / first, 0]])
 
 
-def test_unknown_bytes_are_scaled_by_the_training_parts():
+def test_imported_bytes_are_normalized_by_the_training_splits():
     x = np.zeros((3, 2, 2), np.uint8)
     x[1], x[2] = 2, 4
     data = federated(dataset(x), shard(train=[0, 1], test=[2]))
@@ -92,7 +92,7 @@ def test_unknown_bytes_are_scaled_by_the_training_parts():
     close(data.inputs(0, "test"), np.full((1, 1, 2, 2), 3))
 
 
-def test_colour_images_are_scaled_per_channel():
+def test_colour_images_are_normalized_per_channel():
     x = np.zeros((2, 1, 2, 3), np.float32)
     x[0, 0, 0], x[0, 0, 1] = (0, 10, 1), (2, 30, 1)
     x[1] = 5
@@ -110,7 +110,7 @@ def test_a_constant_feature_is_centred_and_not_divided_by_zero(value, dtype):
     torch.testing.assert_close(data.inputs(0, "test")[0, 0].item(), 2.0, rtol=0, atol=1e-6)
 
 
-def test_the_training_parts_of_the_digits_have_mean_0_and_deviation_1():
+def test_the_training_splits_of_the_digits_have_mean_0_and_deviation_1():
     digits = load("digits", data_dir())
     shards = partition(digits.y, 10, seed=1, val_ratio=0.2)
     data = federated(digits, *shards)
@@ -119,14 +119,14 @@ def test_the_training_parts_of_the_digits_have_mean_0_and_deviation_1():
     close(trained.std(correction=0), 1)
 
 
-def test_about_tells_how_to_scale_elsewhere():
+def test_metadata_holds_the_normalization_constants():
     x = np.arange(5 * 2 * 2 * 3, dtype=np.uint8).reshape(5, 2, 2, 3)
     labels = (-3, 7)
     data = federated(Dataset("mine", x, np.arange(5) % 2, labels, 0), shard(train=[0, 1, 4], test=[2, 3]))
-    about = data.about()
-    assert tuple(about["input_shape"]) == (3, 2, 2)
-    assert about["labels"] == [-3, 7]
-    unit, mean, std = (np.array(about["scaling"][name]) for name in ("unit", "mean", "std"))
+    metadata = data.metadata()
+    assert tuple(metadata["input_shape"]) == (3, 2, 2)
+    assert metadata["labels"] == [-3, 7]
+    unit, mean, std = (np.array(metadata["scaling"][name]) for name in ("unit", "mean", "std"))
     by_hand = ((x[[2, 3]] / unit - mean) / std).transpose(0, 3, 1, 2)
     close(data.inputs(0, "test"), by_hand)
 
@@ -151,7 +151,7 @@ def test_images_have_their_channels_first_and_tables_stay(stored, seen, kind):
         close(data.inputs(0, "train"), (by_hand - by_hand.mean(axis=(0, 2, 3), keepdims=True)) / spread)
 
 
-def test_sizes_targets_and_counts_are_each_clients_own():
+def test_sizes_targets_and_counts_per_client():
     y = [0, 1, 2, 2, 0, 1, 2]
     data = federated(
         dataset(np.zeros((7, 2), np.float32), y, classes=4),
@@ -180,7 +180,7 @@ def test_inputs_have_the_asked_precision_and_bytes_stay_bytes(dtype):
     assert data.x.dtype == torch.uint8
 
 
-# Many clients at once.
+# Several clients at once.
 
 
 @pytest.fixture
@@ -212,31 +212,31 @@ def test_positions_beyond_the_last_sample_are_some_sample(three, split):
     assert ((found >= 0) & (found < 10)).all()
 
 
-def test_positions_in_a_part_that_nobody_has_are_some_sample():
+def test_positions_in_a_split_that_no_client_has_are_some_sample():
     data = federated(dataset(np.zeros((4, 2), np.float32)), shard(train=[0, 1]), shard(train=[2], test=[3]))
     found = data.ids(torch.tensor([0, 1]), torch.zeros(2, 3, dtype=torch.int64), "val")
     assert found.shape == (2, 3)
     assert data.samples(found.flatten()).shape == (6, 2)
 
 
-def test_held_out_clients_have_data_but_are_not_pooled_and_scale_nothing():
+def test_held_out_clients_have_data_but_are_not_pooled_and_not_used_for_normalization():
     x = np.array([[1], [3], [100], [5], [200]], np.float32)
     parts = shard(train=[0, 1], test=[3]), replace(shard(train=[2], test=[4]), held_out=True)
     data = federated(dataset(x), *parts)
     assert (data.clients, data.trainers) == (2, 1)
-    assert [data.pool(split).tolist() for split in ("train", "val", "test")] == [[0, 1], [], [3]]
+    assert [data.pooled_ids(split).tolist() for split in ("train", "val", "test")] == [[0, 1], [], [3]]
     assert data.targets(1, "train").tolist() == [0]
-    close(data.inputs(1, "train"), [[98.0]])  # scaled by mean 2 and deviation 1 of those that train
+    close(data.inputs(1, "train"), [[98.0]])  # normalized by mean 2 and deviation 1 of the trainers
 
 
-def test_the_same_samples_dealt_again_are_those_of_a_new_deal(three):
+def test_repartitioned_data_equals_new_data(three):
     x = np.arange(40, dtype=np.float32).reshape(10, 4)
     parts = shard(train=[0, 1], test=[2, 3]), shard(train=[4, 5, 6, 7, 8, 9])
-    again, anew = three.dealt_again(dataset(x, classes=5), parts), federated(dataset(x, classes=5), *parts)
+    again, new = three.repartitioned(dataset(x, classes=5), parts), federated(dataset(x, classes=5), *parts)
     assert again.x.data_ptr() == three.x.data_ptr()
     assert (again.clients, three.clients) == (2, 3)
-    assert again.about() == anew.about() != three.about()
+    assert again.metadata() == new.metadata() != three.metadata()
     for client in range(2):
-        assert torch.equal(again.inputs(client, "train"), anew.inputs(client, "train"))
-        assert torch.equal(again.targets(client, "test"), anew.targets(client, "test"))
+        assert torch.equal(again.inputs(client, "train"), new.inputs(client, "train"))
+        assert torch.equal(again.targets(client, "test"), new.targets(client, "test"))
     assert three.targets(0, "train").tolist() == [2, 2, 0]

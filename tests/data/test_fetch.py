@@ -1,4 +1,4 @@
-"""Fetching: files of the official formats from a local server, with everything that goes wrong on the way."""
+"""Fetching official files from a local server, with all kinds of failed downloads."""
 
 import hashlib
 import io
@@ -14,28 +14,28 @@ import pooch
 import pytest
 from official_files import official
 
-from fedobp.data import KNOWN, fetch, load
+from fedobp.data import REGISTRY, fetch, load
 from fedobp.data.sources import SOURCES
 from fedobp.errors import FedobpError
 
-NAMES = [name for name in KNOWN if name != "digits"]
+NAMES = [name for name in REGISTRY if name != "digits"]
 CONTENT = official("organamnist").files["organamnist.npz"]
 
 
 class Server:
-    """A web server that answers as it is told, request by request, and honestly when it has no orders."""
+    """A web server with a list of scripted answers; without one it serves the file correctly."""
 
     def __init__(self):
-        self.files, self.orders, self.asked = {}, [], []
+        self.files, self.answers, self.requested = {}, [], []
         self.over = threading.Event()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                asked = self.headers.get("Range")
-                outer.asked.append((self.path, asked))
-                answer = outer.orders.pop(0) if outer.orders else honest
-                answer(self, outer, outer.files.get(self.path), int(asked[6:-1]) if asked else 0)
+                requested = self.headers.get("Range")
+                outer.requested.append((self.path, requested))
+                answer = outer.answers.pop(0) if outer.answers else serve
+                answer(self, outer, outer.files.get(self.path), int(requested[6:-1]) if requested else 0)
 
             def log_message(self, *_):
                 pass
@@ -62,7 +62,7 @@ def answer(handler, status, body=b"", length=None, **headers):
     handler.wfile.write(body)
 
 
-def honest(handler, server, content, start):
+def serve(handler, server, content, start):
     if content is None:
         answer(handler, 404)
     elif start >= len(content):
@@ -74,7 +74,7 @@ def honest(handler, server, content, start):
 
 
 def cut(count):
-    """Send so many bytes of what is asked for, and hang up."""
+    """Send `count` bytes of the requested range, and close the connection."""
 
     def order(handler, server, content, start):
         rest = content[start:]
@@ -85,7 +85,7 @@ def cut(count):
 
 
 def stall(count):
-    """Send so many bytes of what is asked for, and then nothing for as long as the test lasts."""
+    """Send `count` bytes of the requested range, and then nothing until the test ends."""
 
     def order(handler, server, content, start):
         cut(count)(handler, server, content, start)
@@ -95,17 +95,17 @@ def stall(count):
     return order
 
 
-def deaf(handler, server, content, start):
-    """Ignore that only a part was asked for."""
+def ignore_range(handler, server, content, start):
+    """Ignore the requested range."""
     answer(handler, 200, content)
 
 
-def refusing(handler, server, content, start):
+def refuse_range(handler, server, content, start):
     answer(handler, 416)
 
 
-def elsewhere(handler, server, content, start):
-    """Send another part than was asked for."""
+def send_other_range(handler, server, content, start):
+    """Send another range than the requested one."""
     answer(handler, 206, content[start - 5 :], Content_Range=f"bytes {start - 5}-{len(content) - 1}/{len(content)}")
 
 
@@ -113,18 +113,18 @@ def status(code):
     return lambda handler, server, content, start: answer(handler, code, b"<html>no</html>")
 
 
-def sent_on(handler, server, content, start):
+def redirect(handler, server, content, start):
     server.files["/moved"] = content
     answer(handler, 302, Location=f"{server.url}/moved")
 
 
-def labelled(handler, server, content, start):
-    """Call a gzipped file a packed transfer, as some servers do."""
+def declare_gzip(handler, server, content, start):
+    """Declare a gzipped file as a compressed transfer, as some servers do."""
     answer(handler, 200, content, Content_Encoding="x-gzip")
 
 
-def endless(handler, server, content, start):
-    """Do not say how long the file is."""
+def omit_length(handler, server, content, start):
+    """Send no Content-Length."""
     answer(handler, 200, content, length=False)
 
 
@@ -134,11 +134,11 @@ def body(content):
 
 @pytest.fixture
 def server(monkeypatch):
-    """The server, with all named datasets on it in small, and no time to lose."""
+    """A server with small versions of all registered datasets, and retries without a pause."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     module = sys.modules[fetch.__module__]
-    monkeypatch.setattr(module, "PAUSE", 0.0)
-    monkeypatch.setattr(module, "CHUNK", 50)
+    monkeypatch.setattr(module, "RETRY_PAUSE", 0.0)
+    monkeypatch.setattr(module, "CHUNK_SIZE", 50)
     server = Server()
     for name in NAMES:
         contents = official(name).files
@@ -160,39 +160,39 @@ def tree(folder):
 
 
 def part(folder, content, name="organamnist"):
-    """Leave behind what a download that broke off leaves behind."""
+    """Write the partial file of an interrupted download."""
     path = folder / "downloads" / name / f"{name}.npz.part"
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
 
 
-def organs(server, folder, *orders):
-    """Fetch OrganAMNIST under orders to the server; return which ranges were asked for."""
-    server.orders = list(orders)
+def organs(server, folder, *answers):
+    """Fetch OrganAMNIST with scripted answers, and return the requested ranges."""
+    server.answers = list(answers)
     fetch(["organamnist"], folder)
     np.testing.assert_array_equal(load("organamnist", folder).x, official("organamnist").x)
     assert tree(folder) == ["organamnist.npz"]
-    return [asked for _, asked in server.asked]
+    return [requested for _, requested in server.requested]
 
 
-# What comes out.
+# Successful downloads.
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_named_dataset_is_fetched(server, folder, name):
-    told = []
-    (info,) = fetch([name], folder, lambda what, share: told.append((what, share)))
+def test_every_registered_dataset_is_fetched(server, folder, name):
+    calls = []
+    (info,) = fetch([name], folder, lambda what, share: calls.append((what, share)))
     _, x, y, n_train = official(name)
     dataset = load(name, folder)
     np.testing.assert_array_equal(dataset.x, x)
     np.testing.assert_array_equal(dataset.y, y)
     assert dataset.n_train == n_train
     assert dataset.info == info
-    assert (info.samples, info.shape, info.classes) == (len(y), KNOWN[name].shape, KNOWN[name].classes)
-    assert tree(folder) == [f"{name}.npz"]  # what was downloaded is no longer needed
-    assert all(0 <= share <= 1 and what.startswith(f"{name}: ") for what, share in told)
-    assert told[-1] == (f"{name}: unpacking", 1.0)
-    assert {what.split(",")[0] for what, _ in told[:-1]} >= {f"{name}: {file.name}" for file in SOURCES[name].files}
+    assert (info.samples, info.shape, info.classes) == (len(y), REGISTRY[name].shape, REGISTRY[name].classes)
+    assert tree(folder) == [f"{name}.npz"]  # downloaded files are removed
+    assert all(0 <= share <= 1 and what.startswith(f"{name}: ") for what, share in calls)
+    assert calls[-1] == (f"{name}: unpacking", 1.0)
+    assert {what.split(",")[0] for what, _ in calls[:-1]} >= {f"{name}: {file.name}" for file in SOURCES[name].files}
 
 
 def test_nothing_is_logged_beside_the_progress(server, folder, monkeypatch):
@@ -209,7 +209,7 @@ def test_what_is_there_is_left_alone(server, folder):
     (info,) = fetch(["mnist"], folder)
     assert info.samples == 3
     assert (folder / "mnist.npz").read_bytes() == before
-    assert server.asked == []
+    assert server.requested == []
 
 
 def test_the_embedded_digits_need_no_fetching(folder):
@@ -221,55 +221,53 @@ def test_the_embedded_digits_need_no_fetching(folder):
 def test_an_unknown_name_is_refused_before_anything_is_downloaded(server, folder):
     with pytest.raises(FedobpError, match=r"unknown dataset to fetch 'cifar11': did you mean 'cifar10'\?"):
         fetch(["mnist", "cifar11"], folder)
-    assert server.asked == []
+    assert server.requested == []
 
 
-# Downloads that break off.
+# Interrupted downloads.
 
 
-def test_a_broken_download_goes_on_where_it_stopped(server, folder):
+def test_an_interrupted_download_resumes(server, folder):
     assert organs(server, folder, cut(100), cut(50)) == [None, "bytes=100-", "bytes=150-"]
 
 
-def test_a_file_that_ends_early_without_a_word_is_taken_up_again_where_its_size_is_known(server, folder):
+def test_a_file_that_ends_early_resumes_if_its_size_is_known(server, folder):
     def short(handler, server, content, start):
         answer(handler, 200, content[:100], length=False)
 
     assert organs(server, folder, short) == [None, "bytes=100-"]
 
 
-def test_a_stalled_connection_is_given_up_and_taken_up_again(server, folder, monkeypatch):
+def test_a_stalled_download_resumes(server, folder, monkeypatch):
     module = sys.modules[fetch.__module__]
-    patience = module.STALLED
+    timeout = module.READ_TIMEOUT
 
     def stalled(*given):
-        monkeypatch.setattr(module, "STALLED", patience)  # of the next try
+        monkeypatch.setattr(module, "READ_TIMEOUT", timeout)  # for the next try
         stall(120)(*given)
 
-    for seconds in (0.2, 1.0, 5.0, 25.0):  # until the machine answers in less
-        monkeypatch.setattr(module, "STALLED", seconds)
-        server.asked.clear()
+    for seconds in (0.2, 1.0, 5.0, 25.0):  # until the machine is fast enough
+        monkeypatch.setattr(module, "READ_TIMEOUT", seconds)
+        server.requested.clear()
         with suppress(FedobpError):
             assert organs(server, folder, stalled) == [None, "bytes=100-"]
             return
-    pytest.fail("nothing was taken up again")
+    pytest.fail("the download did not resume")
 
 
-def test_a_broken_download_goes_on_at_the_next_call(server, folder):
-    server.orders = [cut(100), status(503)]
-    with pytest.raises(
-        FedobpError, match=r"\(status 503, Service Unavailable\): run .* again to go on where it stopped"
-    ):
+def test_an_interrupted_download_resumes_at_the_next_call(server, folder):
+    server.answers = [cut(100), status(503)]
+    with pytest.raises(FedobpError, match=r"\(status 503, Service Unavailable\): run .* again to resume"):
         fetch(["organamnist"], folder)
     assert tree(folder) == ["downloads/organamnist/organamnist.npz.part"]
     assert organs(server, folder)[2:] == ["bytes=100-"]
 
 
-@pytest.mark.parametrize("answer", [deaf, refusing, elsewhere])
-def test_where_a_server_cannot_go_on_the_download_starts_over(server, folder, answer):
+@pytest.mark.parametrize("answer", [ignore_range, refuse_range, send_other_range])
+def test_if_a_server_cannot_resume_the_download_starts_over(server, folder, answer):
     part(folder, CONTENT[:100])
-    asked = organs(server, folder, answer)
-    assert asked == ["bytes=100-"] if answer is deaf else ["bytes=100-", None]
+    requested = organs(server, folder, answer)
+    assert requested == ["bytes=100-"] if answer is ignore_range else ["bytes=100-", None]
 
 
 def test_a_part_that_is_too_long_is_dropped(server, folder):
@@ -282,70 +280,70 @@ def test_a_part_that_is_complete_is_not_asked_for_again(server, folder):
     assert organs(server, folder) == []
 
 
-def test_a_part_of_another_file_is_found_out_and_the_next_call_starts_over(server, folder):
+def test_a_part_of_another_file_is_detected_and_the_next_call_starts_over(server, folder):
     part(folder, b"x" * 100)
-    with pytest.raises(FedobpError, match="what came is not the official file"):
+    with pytest.raises(FedobpError, match="the downloaded file is not the official one"):
         fetch(["organamnist"], folder)
     assert tree(folder) == []
     assert organs(server, folder)[1:] == [None]
 
 
-def test_a_server_that_always_breaks_off_is_given_up(server, folder):
+def test_a_server_that_always_disconnects_is_given_up(server, folder):
     def short(handler, server, content, start):
         answer(handler, 200, content[:100], length=len(content))
 
-    server.orders = [short] * 99
+    server.answers = [short] * 99
     with pytest.raises(
         FedobpError,
-        match=r"\(the connection broke.*\): run `fedobp data fetch organamnist --data-dir .*` again to go on",
+        match=r"\(the connection broke.*\): run `fedobp data fetch organamnist --data-dir .*` again to resume",
     ):
         fetch(["organamnist"], folder)
-    assert len(server.asked) == 5
+    assert len(server.requested) == 5
 
 
-def test_a_connection_on_which_nothing_ever_comes_is_given_up_at_once(server, folder, monkeypatch):
-    monkeypatch.setattr(sys.modules[fetch.__module__], "STALLED", 0.2)
-    server.orders = [stall(0)] * 99
+def test_a_connection_without_data_is_given_up_at_once(server, folder, monkeypatch):
+    monkeypatch.setattr(sys.modules[fetch.__module__], "READ_TIMEOUT", 0.2)
+    server.answers = [stall(0)] * 99
     with pytest.raises(
-        FedobpError, match=r"\(nothing came for 0\.2 s\): run `fedobp data fetch organamnist --data-dir .*` again, or"
+        FedobpError, match=r"\(no data for 0\.2 s\): run `fedobp data fetch organamnist --data-dir .*` again, or"
     ):
         fetch(["organamnist"], folder)
-    assert len(server.asked) < 2  # it may not even have been read
+    assert len(server.requested) < 2  # the request may not even have been read
 
 
 # Other answers.
 
 
-@pytest.mark.parametrize("answer", [sent_on, labelled, endless])
+@pytest.mark.parametrize("answer", [redirect, declare_gzip, omit_length])
 def test_other_good_answers(server, folder, answer):
     organs(server, folder, answer)
 
 
-def test_a_redirected_download_goes_on_too(server, folder):
-    assert organs(server, folder, cut(100), sent_on) == [None, "bytes=100-", "bytes=100-"]
+def test_a_redirected_download_resumes_too(server, folder):
+    assert organs(server, folder, cut(100), redirect) == [None, "bytes=100-", "bytes=100-"]
 
 
-def test_a_gzipped_file_stays_gzipped_whatever_the_server_calls_it(server, folder):
-    server.orders = [labelled] * 4
+def test_a_gzipped_file_stays_gzipped_whatever_the_server_declares(server, folder):
+    server.answers = [declare_gzip] * 4
     fetch(["mnist"], folder)
     np.testing.assert_array_equal(load("mnist", folder).x, official("mnist").x)
 
 
 @pytest.mark.parametrize("code", [404, 403, 500])
-def test_a_refusal_is_said_with_its_number_and_what_to_put_where(server, folder, code):
-    server.orders = [honest, status(code)]
+def test_a_refusal_names_the_status_the_file_and_its_folder(server, folder, code):
+    server.answers = [serve, status(code)]
     with pytest.raises(FedobpError) as caught:
         fetch(["svhn"], folder)
-    place, url = folder / "downloads" / "svhn", f"{server.url}/svhn/test_32x32.mat"
+    downloads, url = folder / "downloads" / "svhn", f"{server.url}/svhn/test_32x32.mat"
     sentence = str(caught.value)
     assert f"'svhn' cannot be downloaded from {url} (status {code}, " in sentence
     assert sentence.endswith(
-        f"run `fedobp data fetch svhn --data-dir {folder}` again, or first put into {place} by hand: "
+        f"run `fedobp data fetch svhn --data-dir {folder}` again, or first put into {downloads} by hand: "
         f"test_32x32.mat ({url})"
     )
     assert "\n" not in sentence
-    assert tree(folder) == ["downloads/svhn/train_32x32.mat"]  # not to be downloaded again
-    assert len(server.asked) == 2
+    assert tree(folder) == ["downloads/svhn/train_32x32.mat"]  # kept for the next call
+    assert len(server.requested) == 2
 
 
 def test_without_network_all_missing_files_are_named(server, folder):
@@ -358,28 +356,28 @@ def test_without_network_all_missing_files_are_named(server, folder):
 
 
 @pytest.mark.parametrize("name", ["organamnist", "organcmnist"])
-def test_another_file_of_the_same_size_is_found_out(server, folder, name):
+def test_another_file_of_the_same_size_is_detected(server, folder, name):
     content = server.files[f"/{name}/{name}.npz"]
-    server.orders = [body(content[:-1] + bytes([content[-1] ^ 1]))]
+    server.answers = [body(content[:-1] + bytes([content[-1] ^ 1]))]
     digest = hashlib.md5(content).hexdigest()
     with pytest.raises(
-        FedobpError, match=rf"what came is not the official file, which has .*MD5 {digest}\): run .*again, or"
+        FedobpError, match=rf"the downloaded file is not the official one, which has .*MD5 {digest}\): run .*again, or"
     ):
         fetch([name], folder)
     assert tree(folder) == []
 
 
 def test_a_file_of_another_size_is_not_even_downloaded(server, folder):
-    server.orders = [body(b"Please log in to this network.")]
-    with pytest.raises(FedobpError, match=rf"\(the file there has 30 bytes, and the official one {len(CONTENT):,}\)"):
+    server.answers = [body(b"Please log in to this network.")]
+    with pytest.raises(FedobpError, match=rf"\(the server's file has 30 bytes, the official one {len(CONTENT):,}\)"):
         fetch(["organamnist"], folder)
     assert tree(folder) == []
 
 
-def test_where_the_size_is_not_published_the_checksum_decides(server, folder):
+def test_without_a_published_size_the_checksum_decides(server, folder):
     assert SOURCES["organcmnist"].files[0].size is None
-    server.orders = [body(b"Please log in to this network.")]
-    with pytest.raises(FedobpError, match=r"what came is not the official file, which has MD5 [0-9a-f]{32}"):
+    server.answers = [body(b"Please log in to this network.")]
+    with pytest.raises(FedobpError, match=r"the downloaded file is not the official one, which has MD5 [0-9a-f]{32}"):
         fetch(["organcmnist"], folder)
     assert tree(folder) == []
 
@@ -390,21 +388,21 @@ def test_a_folder_that_cannot_be_written_is_named(server, tmp_path):
         fetch(["mnist"], tmp_path / "data")
 
 
-# Files put there by hand.
+# The user's own files.
 
 
 def by_hand(folder, name, **changed):
-    place = folder / "downloads" / name
-    place.mkdir(parents=True)
+    downloads = folder / "downloads" / name
+    downloads.mkdir(parents=True)
     for file, content in (official(name).files | changed).items():
-        (place / file).write_bytes(content)
+        (downloads / file).write_bytes(content)
 
 
 def test_files_put_there_by_hand_are_used_and_stay(server, folder):
     by_hand(folder, "mnist")
     fetch(["mnist"], folder)
     np.testing.assert_array_equal(load("mnist", folder).x, official("mnist").x)
-    assert server.asked == []
+    assert server.requested == []
     assert len(tree(folder / "downloads")) == 4
 
 
@@ -413,7 +411,7 @@ def test_only_what_is_missing_is_downloaded(server, folder):
     missing = "t10k-labels-idx1-ubyte.gz"
     (folder / "downloads" / "mnist" / missing).unlink()
     fetch(["mnist"], folder)
-    assert server.asked == [(f"/mnist/{missing}", None)]
+    assert server.requested == [(f"/mnist/{missing}", None)]
     assert len(tree(folder / "downloads")) == 3
 
 
@@ -432,7 +430,7 @@ def test_a_wrong_file_put_there_by_hand_is_refused_and_stays(server, folder, con
         fetch(["organamnist"], folder)
     assert str(caught.value) == sentence
     assert path.read_bytes() == content
-    assert server.asked == []
+    assert server.requested == []
 
 
 # Debian's dataset-fashion-mnist.
@@ -440,26 +438,26 @@ def test_a_wrong_file_put_there_by_hand_is_refused_and_stays(server, folder, con
 
 @pytest.fixture
 def debian(server, monkeypatch, tmp_path):
-    place = tmp_path / "debian"
-    place.mkdir()
+    downloads = tmp_path / "debian"
+    downloads.mkdir()
     for file, content in official("fmnist").files.items():
-        (place / file).write_bytes(content[:4] + b"\1\2\3\4" + content[8:])  # gzipped at another time
-    monkeypatch.setitem(SOURCES, "fmnist", replace(SOURCES["fmnist"], installed=place))
-    return place
+        (downloads / file).write_bytes(content[:4] + b"\1\2\3\4" + content[8:])  # gzipped at another time
+    monkeypatch.setitem(SOURCES, "fmnist", replace(SOURCES["fmnist"], installed=downloads))
+    return downloads
 
 
 def test_the_installed_fashion_mnist_is_found_without_fetching(debian, server, folder, command):
     np.testing.assert_array_equal(load("fmnist", folder).x, official("fmnist").x)
     listed = command("data", "list", "--json").json["datasets"]
     assert [row["name"] for row in listed if row["available"]] == ["digits", "fmnist"]
-    assert server.asked == []
+    assert server.requested == []
     assert not folder.exists()
 
 
 def test_fetching_takes_the_installed_fashion_mnist(debian, server, folder):
     fetch(["fmnist"], folder)
     assert tree(folder) == ["fmnist.npz"]
-    assert server.asked == []
+    assert server.requested == []
     assert len(tree(debian)) == 4
     np.testing.assert_array_equal(load("fmnist", folder).x, official("fmnist").x)
 
@@ -469,13 +467,13 @@ def test_half_an_installation_counts_as_none(debian, server, folder):
     with pytest.raises(FedobpError, match=r"'fmnist' is not in .*: run `fedobp data fetch fmnist --data-dir .*`"):
         load("fmnist", folder)
     fetch(["fmnist"], folder)
-    assert len(server.asked) == 4
+    assert len(server.requested) == 4
 
 
 # On the command line.
 
 
-def test_the_command_fetches_and_says_what_it_has(server, command, tmp_path):
+def test_the_command_fetches_and_lists_the_datasets(server, command, tmp_path):
     said = command("data", "fetch", "organamnist", "svhn", "--json")
     assert said.code == 0
     assert [(row["name"], row["samples"]) for row in said.json["datasets"]] == [("organamnist", 12), ("svhn", 10)]
@@ -486,7 +484,7 @@ def test_the_command_fetches_and_says_what_it_has(server, command, tmp_path):
     assert said.err == ""
 
 
-def test_the_command_ends_with_one_sentence_where_it_fails(server, command):
+def test_the_command_fails_with_one_sentence(server, command):
     server.files.clear()
     said = command("data", "fetch", "mnist")
     assert said.code == 2

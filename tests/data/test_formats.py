@@ -1,4 +1,4 @@
-"""The official formats: every sample in its place, the right way up, and no file read that is not what it says."""
+"""Readers of the official formats: order and orientation of samples, and damaged files."""
 
 import gzip
 import tracemalloc
@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from official_files import TRAIN, cifar_record, idx, official, tarred, zipped
 
-from fedobp.data import KNOWN, formats
+from fedobp.data import REGISTRY, formats
 from fedobp.data.sources import SOURCES, read
 from fedobp.errors import FedobpError
 
-NAMES = [name for name in KNOWN if name != "digits"]
+NAMES = [name for name in REGISTRY if name != "digits"]
 
 
 @pytest.fixture
@@ -28,10 +28,10 @@ def put(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("piece", [1, 3, 4096])
+@pytest.mark.parametrize("chunk", [1, 3, 4096])
 @pytest.mark.parametrize("name", NAMES)
-def test_official_files_are_read_whole_in_order(put, monkeypatch, name, piece):
-    monkeypatch.setattr(formats, "PIECE", piece)
+def test_official_files_are_read_whole_in_order(put, monkeypatch, name, chunk):
+    monkeypatch.setattr(formats, "CHUNK", chunk)
     files, x, y, n_train = official(name)
     shares = []
     arrays = read(name, put(name, files), shares.append)
@@ -52,19 +52,19 @@ def mnist_files(images, labels):
     return {name: gzip.compress(idx(array)) for content in contents for name, array in content.items()}
 
 
-def test_an_emnist_character_stands_upright(put):
-    lying = np.zeros((2, 28, 28), np.uint8)
-    lying[0, 3, :10] = 1  # in the file, a stroke along row 3 ...
+def test_emnist_images_are_transposed(put):
+    transposed = np.zeros((2, 28, 28), np.uint8)
+    transposed[0, 3, :10] = 1  # in the file, a stroke along row 3 ...
     members = {}
     for part, at in (("train", slice(1)), ("test", slice(1, None))):
-        members[f"gzip/emnist-byclass-{part}-images-idx3-ubyte.gz"] = gzip.compress(idx(lying[at]))
+        members[f"gzip/emnist-byclass-{part}-images-idx3-ubyte.gz"] = gzip.compress(idx(transposed[at]))
         members[f"gzip/emnist-byclass-{part}-labels-idx1-ubyte.gz"] = gzip.compress(idx(np.array([61], np.uint8)))
     x = read("emnist", put("emnist", {"gzip.zip": zipped(members)}))["x"]
     assert x[0, :10, 3].tolist() == [1] * 10  # ... is one down column 3
     assert x.sum() == 10
 
 
-def test_a_mnist_image_is_left_as_it_is(put):
+def test_mnist_images_are_unchanged(put):
     images = np.zeros((2, 28, 28), np.uint8)
     images[0, 3, :10] = 1
     x = read("mnist", put("mnist", mnist_files(images, np.array([5, 6], np.uint8))))["x"]
@@ -83,7 +83,7 @@ def test_a_cifar_sample_is_a_label_and_three_planes(put):
     assert arrays["n_train"] == 1
 
 
-def test_of_cifar100s_two_labels_the_fine_one_counts(put):
+def test_cifar100_uses_the_fine_label(put):
     members = {f"cifar-100-binary/{part}.bin": bytes([19, 99]) + bytes(3072) for part in ("train", "test")}
     assert read("cifar100", put("cifar100", {"cifar-100-binary.tar.gz": tarred(members)}))["y"].tolist() == [99, 99]
 
@@ -96,7 +96,7 @@ def test_svhns_label_10_is_the_digit_0(put):
 
 @settings(deadline=None, max_examples=30, derandomize=True)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 5), st.integers(1, 5), st.integers(1, 4))
-def test_idx_files_of_any_size_come_back(tmp_path_factory, trained, tested, height, width, piece):
+def test_idx_files_of_any_size_are_read(tmp_path_factory, trained, tested, height, width, chunk):
     folder = tmp_path_factory.mktemp("idx")
     x = np.arange((trained + tested) * height * width, dtype=np.uint8).reshape(-1, height, width)
     y = np.arange(trained + tested, dtype=np.uint8)
@@ -106,7 +106,7 @@ def test_idx_files_of_any_size_come_back(tmp_path_factory, trained, tested, heig
             paths.append(folder / str(len(paths)))
             paths[-1].write_bytes(gzip.compress(idx(array)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(formats, "PIECE", piece)
+        patch.setattr(formats, "CHUNK", chunk)
         arrays = formats.idx(paths, lambda share: None)
     np.testing.assert_array_equal(arrays["x"], x)
     assert arrays["y"].tolist() == y.tolist()
@@ -119,11 +119,11 @@ def damaged(name, **changes):
 
 
 def flipped(content):
-    """The same with one bit of the checksum at its end changed."""
+    """The content with one bit of its checksum changed."""
     return content[:-8] + bytes([content[-8] ^ 1]) + content[-7:]
 
 
-ODD = {
+DAMAGE = {
     "no gzip": lambda content: b"<html>Not here</html>",
     "cut gzip": lambda content: content[:-20],
     "wrong gzip checksum": flipped,
@@ -135,8 +135,8 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("change", ODD.values(), ids=ODD)
-def test_an_idx_file_that_is_not_what_it_says_is_refused(put, tmp_path, change):
+@pytest.mark.parametrize("change", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_idx_file_is_refused(put, tmp_path, change):
     paths = put("mnist", damaged("mnist", t10k=change))
     with pytest.raises(
         FedobpError, match=rf"files of dataset 'mnist' in {tmp_path} cannot be read \(.+\): get them anew"
@@ -178,10 +178,10 @@ def test_reading_emnist_takes_little_more_than_its_array(put):
     assert 1.0 < peak / (count * 28 * 28) < 1.5
 
 
-# The table of sources.
+# Sources.
 
 
-def test_every_known_dataset_but_the_embedded_one_has_a_source():
+def test_every_registered_dataset_except_the_embedded_one_has_a_source():
     assert list(SOURCES) == NAMES
 
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedobp.data import data_dir, kinds, load, partition
+from fedobp.data import data_dir, load, partition, partitioners
 from fedobp.errors import FedobpError
 
 
 def published(y, clients, alpha, seed):
-    """The recipe as published, on the global generator (put back afterwards): each (train, test), and the tries."""
+    """The recipe as published, on the global generator (restored afterwards): each (train, test), and the tries."""
     before = np.random.get_state()
     try:
         np.random.seed(seed)
@@ -51,7 +51,7 @@ def draws(monkeypatch):
             drawn.append(len(alpha))
             return super().dirichlet(alpha)
 
-    monkeypatch.setattr(kinds, "RandomState", Counting)
+    monkeypatch.setattr(partitioners, "RandomState", Counting)
     return drawn
 
 
@@ -74,19 +74,19 @@ def digits():
 
 @pytest.mark.parametrize("seed", [0, 42, 2**32 - 1])
 @pytest.mark.parametrize("alpha", [0.1, 0.5])
-def test_digits_fall_as_published(digits, alpha, seed):
+def test_digits_are_assigned_as_published(digits, alpha, seed):
     assert_same(partition(digits, 10, alpha=alpha, seed=seed), published(digits, 10, alpha, seed)[0])
 
 
 @pytest.mark.essential
 @pytest.mark.parametrize("seed", [1, 7])
 @pytest.mark.parametrize("alpha", [0.1, 0.5])
-def test_uneven_labels_fall_as_published(alpha, seed):
+def test_uneven_labels_are_assigned_as_published(alpha, seed):
     y = np.random.RandomState(3).choice(np.array([0, 2, 3, 7]), size=900, p=[0.6, 0.25, 0.1, 0.05])
     assert_same(partition(y, 5, alpha=alpha, seed=seed), published(y, 5, alpha, seed)[0])
 
 
-def test_retries_go_on_with_shuffled_arrays_and_the_same_stream():
+def test_retries_continue_with_shuffled_arrays_and_the_same_stream():
     y = np.repeat(np.arange(4), 50)
     expected, tries = published(y, 8, 0.5, 42)
     assert tries > 1, "this case must need a second try, or it shows nothing"
@@ -95,7 +95,7 @@ def test_retries_go_on_with_shuffled_arrays_and_the_same_stream():
 
 @pytest.mark.parametrize(("alpha", "tries", "low", "high"), [(0.1, 8, 14, 3091), (0.5, 1, 177, 1211)])
 def test_cifar10s_published_sizes_and_tries(draws, alpha, tries, low, high):
-    # Pieces are cut by counts, so 6,000 of each of ten labels have CIFAR10's sizes in any order.
+    # Sizes depend only on label counts, so 6,000 samples of each of ten labels give CIFAR10's sizes in any order.
     y = np.repeat(np.arange(10), 6000)
     shards = partition(y, 100, alpha=alpha, seed=42)
     assert (min(sizes(shards)), max(sizes(shards)), sum(sizes(shards))) == (low, high, 60_000)
@@ -103,7 +103,7 @@ def test_cifar10s_published_sizes_and_tries(draws, alpha, tries, low, high):
 
 
 @pytest.mark.parametrize(("alpha", "tries", "low", "high"), [(0.1, 8, 14, 3091), (0.5, 1, 177, 1211)])
-def test_real_cifar10_falls_as_published(alpha, tries, low, high):
+def test_real_cifar10_is_assigned_as_published(alpha, tries, low, high):
     file = Path(os.environ.get("FEDOBP_DATA", "")) / "cifar10.npz"
     if not os.environ.get("FEDOBP_DATA") or not file.is_file():
         pytest.skip("needs CIFAR10: set FEDOBP_DATA to a folder with cifar10.npz (`fedobp data import cifar10 FILE`)")
@@ -192,7 +192,7 @@ def test_the_callers_labels_are_not_changed(digits):
     np.testing.assert_array_equal(digits, before)
 
 
-def test_a_draw_that_might_succeed_but_does_not_gives_up_after_a_thousand_tries(draws):
+def test_a_draw_that_might_succeed_gives_up_after_a_thousand_tries(draws):
     y = np.repeat(np.arange(4), 50)
     with pytest.raises(
         FedobpError, match=r"200 samples .* 13 clients .* alpha 0\.5 \(1,000 tries\): use fewer --clients"
@@ -201,7 +201,7 @@ def test_a_draw_that_might_succeed_but_does_not_gives_up_after_a_thousand_tries(
     assert len(draws) == 4 * 1000
 
 
-def test_long_odds_are_not_hopeless(draws):
+def test_a_small_chance_of_success_is_tried(draws):
     y = np.repeat(np.arange(4), 50)
     expected, tries = published(y, 12, 0.5, 42)
     assert tries == 250, "this case must need many tries, or it shows nothing"
@@ -209,7 +209,7 @@ def test_long_odds_are_not_hopeless(draws):
     assert len(draws) == 4 * 250
 
 
-def test_what_cannot_end_is_refused_after_ten_tries(digits, draws):
+def test_a_hopeless_partition_is_refused_after_ten_tries(digits, draws):
     with pytest.raises(
         FedobpError, match=r"about 10\^\d\d draws until each of 100 clients has 10 of 1,797 samples"
     ) as no:
@@ -226,7 +226,7 @@ def test_sixty_thousand_samples_on_a_thousand_clients_are_refused_after_ten_trie
     assert len(draws) == 10 * 10
 
 
-def test_odds_beyond_all_numbers_are_said_in_words():
+def test_an_infinite_number_of_draws_is_said_in_words():
     # 10,000 samples of one label: at alpha 0.01 few of 1,000 clients get any.
     with pytest.raises(FedobpError, match="would need more draws than can be counted until each of 1000 clients"):
         partition(np.zeros(10_000, dtype=np.int64), 1000, alpha=0.01)
@@ -259,6 +259,6 @@ def test_a_concentration_so_small_that_draws_vanish_gives_a_partition_or_a_sente
         assert sum(sizes(shards)) == len(digits)
 
 
-def test_an_unknown_kind_suggests_the_nearest(digits):
+def test_an_unknown_partitioner_suggests_the_nearest(digits):
     with pytest.raises(FedobpError, match="unknown partition 'dirichle': did you mean 'dirichlet'"):
         partition(digits, 5, kind="dirichle")

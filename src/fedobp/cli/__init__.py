@@ -412,7 +412,7 @@ def partition(
     fedobp partition --partition dirichlet-equal --holdout-clients 4 --save mine
     fedobp run --partition-file mine
     """
-    from fedobp.data import digest, save_partition
+    from fedobp.data import partition_hash, save_partition
     from fedobp.federation import deal
     from fedobp.report.partition import facts, heat_map, title
     from fedobp.report.partition import plot as draw
@@ -423,7 +423,7 @@ def partition(
     if plot:
         draw(dataset, shards, plot, title(config))
         lines.append(f"Picture: {plot}")
-    found = save_partition(save, dataset, shards, config.dealt) if save else digest(dataset, shards)
+    found = save_partition(save, dataset, shards, config.dealt) if save else partition_hash(dataset, shards)
     if save:
         lines.append(f"Saved. {next_run(config.dataset, given.get('data_dir'), '--partition-file', save)}")
     if as_json:
@@ -491,10 +491,10 @@ def methods(*, as_json: Json = False) -> None:
 
 def _configured(given: Mapping[str, Any]) -> Config:
     """Return the settings, and say which numbers were chosen for one's own data."""
-    from fedobp.data import KNOWN
+    from fedobp.data import REGISTRY
 
     config = Config(**given)
-    if config.dataset not in KNOWN and not config.partition_file and config.partition != "natural":
+    if config.dataset not in REGISTRY and not config.partition_file and config.partition != "natural":
         names = ("clients", "alpha") if config.partition.startswith("dirichlet") else ("clients",)
         chosen = [f"{flag(name)} {getattr(config, name)}" for name in names if name not in given]
         if chosen:

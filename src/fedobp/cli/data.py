@@ -28,7 +28,7 @@ def data_list(*, data_dir: DataDir = None, as_json: Json = False) -> None:
     from fedobp.report.tables import datasets_table
 
     folder = room.data_dir(data_dir)
-    rows = [asdict(info) for info in room.catalogue(folder)]
+    rows = [asdict(info) for info in room.list_datasets(folder)]
     show({"datasets": rows} if as_json else datasets_table(rows), f"Data folder: {folder}")
 
 
@@ -90,7 +90,7 @@ def data_import(
 
     folder = room.data_dir(data_dir)
     with stopwatch() as advance:
-        dataset = room.bring(name, source, folder, label=label, client=client, progress=advance)
+        dataset = room.import_dataset(name, source, folder, label=label, client=client, progress=advance)
     row = asdict(dataset.info)
     flags = room.flags_to_run(dataset)
     if flags is None:

@@ -1,18 +1,29 @@
-"""Data: datasets by name, partitions over clients, and client data as tensors."""
+"""Datasets by name, their partitions over clients, and client data as tensors."""
 
-from fedobp.data.artefact import digest, load_partition, partition_settings, save_partition
-from fedobp.data.bring import bring
-from fedobp.data.datasets import Dataset, Info, catalogue, data_dir, describe, label_sizes, load, names, store
+from fedobp.data.datasets import (
+    Dataset,
+    Info,
+    data_dir,
+    dataset_names,
+    describe,
+    label_sizes,
+    list_datasets,
+    load,
+    store,
+)
+from fedobp.data.defaults import default_clients_and_alpha, flags_to_run
 from fedobp.data.federated import FederatedData, Split
 from fedobp.data.fetch import fetch
-from fedobp.data.kinds import PARTITIONS
-from fedobp.data.known import KNOWN
-from fedobp.data.partition import Shard, changed, partition
-from fedobp.data.scaling import way_of
-from fedobp.data.suited import flags_to_run, suited
+from fedobp.data.importers import import_dataset
+from fedobp.data.normalization import normalization_for
+from fedobp.data.partition import Shard, partition, with_client_inputs
+from fedobp.data.partition_file import load_partition, partition_hash, partition_settings, save_partition
+from fedobp.data.partitioners import PARTITIONERS
+from fedobp.data.registry import REGISTRY
 
 __all__ = [
-    "KNOWN", "PARTITIONS", "Dataset", "FederatedData", "Info", "Shard", "Split", "bring", "catalogue", "changed",
-    "data_dir", "describe", "digest", "fetch", "flags_to_run", "label_sizes", "load", "load_partition", "names",
-    "partition", "partition_settings", "save_partition", "store", "suited", "way_of",
+    "PARTITIONERS", "REGISTRY", "Dataset", "FederatedData", "Info", "Shard", "Split", "data_dir", "dataset_names",
+    "default_clients_and_alpha", "describe", "fetch", "flags_to_run", "import_dataset", "label_sizes", "list_datasets",
+    "load", "load_partition", "normalization_for", "partition", "partition_hash", "partition_settings",
+    "save_partition", "store", "with_client_inputs",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Datasets: arrays of inputs and labels, kept as one npz per name, read and written without pickle."""
+"""Datasets: arrays of inputs and labels, stored as one npz file per name, read and written without pickle."""
 
 import os
 import random
@@ -13,27 +13,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedobp.data.known import KNOWN
-from fedobp.data.memory import room_for
+from fedobp.data.free_memory import memory_guard
 from fedobp.data.npz import npz_shapes, read_npz
+from fedobp.data.registry import REGISTRY
 from fedobp.data.sources import installed, read
 from fedobp.errors import FedobpError, short, unknown
-from fedobp.files import replacing, unwritable
+from fedobp.files import atomic_write, unwritable
 
 EMBEDDED = "digits"
-_LONGEST = 100  # characters of a dataset's name: it becomes part of the names of files and run folders
+_MAX_NAME_LENGTH = 100  # characters; a dataset's name becomes part of file and run folder names
 
 
 @dataclass(frozen=True)
 class Info:
-    """What `fedobp data list` says of a dataset; `samples` is None while its file is not there."""
+    """A dataset's summary for `fedobp data list`; `samples` is None if its file is absent."""
 
     name: str
     samples: int | None
     shape: tuple[int, ...]
     classes: int
     available: bool
-    clients: int = 0  # how many clients its samples came from; 0: not known
+    clients: int = 0  # number of natural clients; 0: none given
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Dataset:
     name: str
     x: NDArray[Any]
     y: NDArray[np.int64]
-    labels: tuple[str | int, ...]  # what label 0, 1, ... was called in the file
-    n_train: int  # how many leading samples are the official training split; 0: not known
-    clients: NDArray[np.int64] | None = None  # whose each sample is, 0, 1, ..., where that is known
-    client_names: tuple[str, ...] = ()  # what client 0, 1, ... was called in the file
+    labels: tuple[str | int, ...]  # the names of label 0, 1, ... in the file
+    n_train: int  # number of leading samples that form the official training split; 0: no official split
+    clients: NDArray[np.int64] | None = None  # each sample's natural client, 0, 1, ..., if the file has them
+    client_names: tuple[str, ...] = ()  # the names of client 0, 1, ... in the file
 
     @property
     def classes(self) -> int:
-        """How many labels there are."""
+        """Number of labels."""
         return len(self.labels)
 
     @property
@@ -78,90 +78,90 @@ def data_dir(given: str | None = None) -> Path:
         raise FedobpError(f"the data folder must be readable text, not '{short(folder)}': rename it")
     try:
         return folder.expanduser()
-    except RuntimeError as error:  # the home folder of nobody
+    except RuntimeError as error:  # the home folder of a user that does not exist
         raise FedobpError(f"the data folder {short(folder)} has no home folder: write its whole path") from error
 
 
-def names(folder: Path) -> list[str]:
-    """Return the names of all known and all imported datasets, the paper's first."""
+def dataset_names(folder: Path) -> list[str]:
+    """Return the names of all registered and all imported datasets, the registered ones first."""
     try:
-        own = sorted(path.stem for path in folder.glob("*.npz"))
+        imported = sorted(path.stem for path in folder.glob("*.npz"))
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL byte
         reason = getattr(error, "strerror", None) or error
         raise FedobpError(
             f"the data folder {short(folder, 200)} cannot be read ({reason}): give another --data-dir"
         ) from error
-    return list(dict.fromkeys([*KNOWN, *own]))
+    return list(dict.fromkeys([*REGISTRY, *imported]))
 
 
 def load(name: str, folder: Path) -> Dataset:
-    """Return a dataset by name, from its file or, for the digits, from scikit-learn."""
+    """Load a dataset by name from its file; the digits come from scikit-learn."""
     if name == EMBEDDED:
         return _digits()
-    with room_for(f"dataset '{name}'"):
+    with memory_guard(f"dataset '{name}'"):
         return parse(name, _open(name, folder))
 
 
 def describe(name: str, folder: Path) -> Info:
-    """Return a dataset's sizes; of a large file only the array headers and the labels are read."""
+    """Return a dataset's sizes; only the array headers and the labels are read."""
     if name == EMBEDDED:
         return _digits().info
     path = _find(name, folder)
     if path is None:
-        known, here = KNOWN[name], bool(installed(name))
-        return Info(name, known.samples if here else None, known.shape, known.classes, available=here)
-    with room_for(f"dataset '{name}'"):
+        facts, here = REGISTRY[name], bool(installed(name))
+        return Info(name, facts.samples if here else None, facts.shape, facts.classes, available=here)
+    with memory_guard(f"dataset '{name}'"):
         shapes, arrays = npz_shapes(path), read_npz(path, ("y", "client"))
         _check_shapes(name, shapes)
         samples, *shape = shapes["x"]
-        labels, _ = _labels(name, _flat(arrays["y"]))
-        owners, _ = _clients(name, arrays["client"], samples) if "client" in arrays else ((), None)
-    return Info(name, samples, tuple(shape), len(labels), True, len(owners))
+        labels, _ = _labels(name, _as_vector(arrays["y"]))
+        client_names, _ = _clients(name, arrays["client"], samples) if "client" in arrays else ((), None)
+    return Info(name, samples, tuple(shape), len(labels), True, len(client_names))
 
 
 def label_sizes(name: str, folder: Path) -> list[int]:
-    """Return how many samples each label of an imported dataset has; its inputs are not read."""
+    """Return the number of samples of each label of an imported dataset; its inputs are not read."""
     path = _find(name, folder)
-    assert path is not None, "known datasets may have no file"
-    _, numbered = _labels(name, _flat(read_npz(path, ("y",))["y"]))
+    assert path is not None, "registered datasets may have no file"
+    _, numbered = _labels(name, _as_vector(read_npz(path, ("y",))["y"]))
     return [int(size) for size in np.bincount(numbered)]
 
 
-def catalogue(folder: Path) -> list[Info]:
-    """Return the sizes of all known and all imported datasets; a file that cannot be read counts as not there."""
+def list_datasets(folder: Path) -> list[Info]:
+    """Return the sizes of all registered and all imported datasets; an unreadable file counts as absent."""
     found = []
-    for name in names(folder):
+    for name in dataset_names(folder):
         try:
             found.append(describe(name, folder))
         except FedobpError:
-            known = KNOWN.get(name)
-            found.append(Info(name, None, known.shape if known else (), known.classes if known else 0, available=False))
+            facts = REGISTRY.get(name)
+            found.append(Info(name, None, facts.shape if facts else (), facts.classes if facts else 0, available=False))
     return found
 
 
 def store(name: str, arrays: Mapping[str, NDArray[Any]], folder: Path) -> Dataset:
-    """Check arrays and keep them in the folder under a name; nothing is ever overwritten."""
-    target = vacant(name, folder)
+    """Check arrays and store them in the folder under a name; an existing dataset is never overwritten."""
+    target = new_dataset_path(name, folder)
     dataset = parse(name, arrays)
     y = np.array(dataset.labels)[dataset.y]
     kept: dict[str, Any] = {"x": dataset.x, "y": y, "n_train": np.int64(dataset.n_train)}
     if "client" in arrays:
-        kept["client"] = _flat(arrays["client"])
+        kept["client"] = _as_vector(arrays["client"])
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable(folder, error) from error
-    with replacing(target) as file:
+    with atomic_write(target) as file:
         np.savez(file, **kept)
     return dataset
 
 
-def vacant(name: str, folder: Path) -> Path:
-    """Return where a dataset of that name will lie, or say why there cannot be one."""
-    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name) or len(name) > _LONGEST:
+def new_dataset_path(name: str, folder: Path) -> Path:
+    """Return the path for a new dataset; a name that is invalid or taken is a user error."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name) or len(name) > _MAX_NAME_LENGTH:
         raise FedobpError(
             f"'{short(name)}' cannot name a dataset: use lower-case letters, digits, '-', '_' and '.', at most "
-            f"{_LONGEST} of them"
+            f"{_MAX_NAME_LENGTH} of them"
         )
     if name == EMBEDDED:
         raise FedobpError(f"dataset '{name}' is built in: import under another name")
@@ -174,9 +174,9 @@ def vacant(name: str, folder: Path) -> Path:
 
 
 def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
-    """Check arrays `x`, `y` and, where they are given, `n_train` and `client`, and return them as a dataset."""
+    """Check arrays `x`, `y` and optionally `n_train` and `client`, and return them as a dataset."""
     _check_shapes(name, {key: np.shape(array) for key, array in arrays.items()})
-    x, y = arrays["x"], _flat(arrays["y"])
+    x, y = arrays["x"], _as_vector(arrays["y"])
     if x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[3] > 4:
         raise FedobpError(
             f"dataset '{name}' has x of shape {x.shape}, which has its channels first: they must come last, as in "
@@ -185,15 +185,18 @@ def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
     if x.dtype != np.uint8:
         if x.dtype.kind != "f":
             raise FedobpError(f"dataset '{name}' has x of type {short(x.dtype)}: convert it to uint8 or float32")
-        with room_for(f"dataset '{name}'", 5 * x.size), np.errstate(over="ignore"):  # its floats, and which are finite
+        with (
+            memory_guard(f"dataset '{name}'", 5 * x.size),
+            np.errstate(over="ignore"),
+        ):  # float32 copy and the mask of finite values
             x = x.astype(np.float32, copy=False)
             finite = np.isfinite(x).all()
         if not finite:
             raise FedobpError(f"dataset '{name}' has NaN or infinite values in x: remove or replace those samples")
-    known = KNOWN.get(name)
-    if known and x.shape[1:] not in (known.shape, (*known.shape, 1)):
+    facts = REGISTRY.get(name)
+    if facts and x.shape[1:] not in (facts.shape, (*facts.shape, 1)):
         raise FedobpError(
-            f"dataset '{name}' has samples of shape {x.shape[1:]}, and {name} has {known.shape}: import it under "
+            f"dataset '{name}' has samples of shape {x.shape[1:]}, and {name} has {facts.shape}: import it under "
             "another name"
         )
     labels, numbered = _labels(name, y)
@@ -203,12 +206,12 @@ def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
     n_train = int(given.item())
     if not 0 <= n_train <= len(y):
         raise FedobpError(f"dataset '{name}' has n_train {n_train} of {len(y)} samples: give 0 where it is not known")
-    owners, clients = _clients(name, arrays["client"], len(y)) if "client" in arrays else ((), None)
-    return Dataset(name, x, numbered, labels, n_train, clients, owners)
+    client_names, clients = _clients(name, arrays["client"], len(y)) if "client" in arrays else ((), None)
+    return Dataset(name, x, numbered, labels, n_train, clients, client_names)
 
 
 def _check_shapes(name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse arrays that cannot be a dataset, by what their headers say."""
+    """Raise a user error if arrays of these shapes cannot form a dataset."""
     for key in ("x", "y"):
         if key not in shapes:
             found = short(", ".join(shapes) or "nothing", 200)
@@ -222,15 +225,15 @@ def _check_shapes(name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         )
 
 
-def _flat(column: NDArray[Any]) -> NDArray[Any]:
+def _as_vector(column: NDArray[Any]) -> NDArray[Any]:
     return column[:, 0] if column.ndim == 2 and column.shape[1] == 1 else column
 
 
 def _labels(name: str, y: NDArray[Any]) -> tuple[tuple[str | int, ...], NDArray[np.int64]]:
-    """Return what label 0, 1, ... is called (all of a known set's, or those that occur), and each sample's number."""
-    y = _named(name, "labels", "y", y)
-    if name in KNOWN:
-        classes = KNOWN[name].classes
+    """Return the label names (all of a registered dataset, else those that occur) and each sample's label number."""
+    y = _check_names(name, "labels", "y", y)
+    if name in REGISTRY:
+        classes = REGISTRY[name].classes
         low, high = (min(y), max(y)) if y.dtype.kind == "U" else (y.min(), y.max())
         if y.dtype.kind == "U" or low < 0 or high >= classes:
             raise FedobpError(
@@ -245,16 +248,16 @@ def _labels(name: str, y: NDArray[Any]) -> tuple[tuple[str | int, ...], NDArray[
 
 
 def _clients(name: str, client: NDArray[Any], samples: int) -> tuple[tuple[str, ...], NDArray[np.int64]]:
-    """Return what client 0, 1, ... is called, and whose each sample is."""
-    client = _flat(client)
+    """Return the names of client 0, 1, ... and each sample's client."""
+    client = _as_vector(client)
     if client.shape != (samples,):
         raise FedobpError(f"dataset '{name}' has client of shape {client.shape} and {samples} samples: it must be [N]")
-    occurring, numbered = np.unique(_named(name, "clients", "client", client), return_inverse=True)
+    occurring, numbered = np.unique(_check_names(name, "clients", "client", client), return_inverse=True)
     return tuple(map(str, occurring.tolist())), numbered.astype(np.int64)
 
 
-def _named(name: str, what: str, key: str, values: NDArray[Any]) -> NDArray[Any]:
-    """Return names as texts or as signed 64-bit integers, or say why they are neither."""
+def _check_names(name: str, what: str, key: str, values: NDArray[Any]) -> NDArray[Any]:
+    """Return names as texts or as signed 64-bit integers; other types are a user error."""
     if values.dtype.kind == "U":
         native = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
         if native.view(np.uint32).max(initial=0) > sys.maxunicode:
@@ -274,18 +277,18 @@ def _named(name: str, what: str, key: str, values: NDArray[Any]) -> NDArray[Any]
 
 
 def _find(name: str, folder: Path) -> Path | None:
-    """Return a dataset's file; None where a known one is absent."""
-    known = names(folder)
-    if name not in known:
-        raise unknown("dataset", name, known)
+    """Return the path of a dataset's file; None for a registered dataset without a file."""
+    names = dataset_names(folder)
+    if name not in names:
+        raise unknown("dataset", name, names)
     path = folder / f"{name}.npz"
-    return path if os.path.lexists(path) else None  # a link to nowhere is a file that cannot be read
+    return path if os.path.lexists(path) else None  # a broken link counts as an unreadable file
 
 
 def _open(name: str, folder: Path) -> dict[str, NDArray[Any]]:
     path = _find(name, folder)
     if path is not None:
-        return read_npz(path, mapped=True)
+        return read_npz(path, mmap=True)
     files = installed(name)
     if not files:
         place = shlex.quote(str(folder))
@@ -299,7 +302,7 @@ def _open(name: str, folder: Path) -> dict[str, NDArray[Any]]:
 def _digits() -> Dataset:
     """scikit-learn's 1,797 handwritten digits, 8x8, 16 grey levels (UCI ML hand-written digits, test part)."""
     state = random.getstate()
-    from sklearn.datasets import load_digits  # draws from Python's global generator while it is loaded
+    from sklearn.datasets import load_digits  # its import draws from Python's global generator
 
     random.setstate(state)
     x, y = load_digits(return_X_y=True)

@@ -1,4 +1,4 @@
-"""Client data as tensors: one resident array, each client's indices into it, and scaling on the fly."""
+"""Client data as tensors: one resident array, each client's indices into it, and normalization on read."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fedobp.data.datasets import Dataset
-from fedobp.data.memory import require
+from fedobp.data.free_memory import require_free_memory
+from fedobp.data.normalization import normalization_constants, normalization_for
 from fedobp.data.partition import Shard
-from fedobp.data.scaling import scaling, way_of
 from fedobp.transfer import send
 
 Split = Literal["train", "val", "test"]
@@ -19,7 +19,7 @@ _SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
 class _Index:
-    """Which samples are whose: all clients' positions in one vector, client after client."""
+    """The sample ids of all clients in one vector, client after client."""
 
     def __init__(self, shards: Sequence[np.ndarray], device: torch.device) -> None:
         self.sizes = [len(shard) for shard in shards]
@@ -32,9 +32,9 @@ class _Index:
 
 
 class FederatedData:
-    """A dataset dealt out to clients. Inputs stay as stored (uint8 where they came so) and are scaled when read.
+    """A dataset partitioned over clients. Inputs stay as stored (uint8 for bytes) and are normalized when read.
 
-    `normalize` says how: `dataset`, `train`, `none` or `as-published`; what suits the dataset where it is not given.
+    `normalize` is `dataset`, `train`, `none` or `as-published`; None chooses the dataset's default.
     """
 
     def __init__(
@@ -46,65 +46,67 @@ class FederatedData:
         normalize: str | None = None,
     ) -> None:
         x = torch.as_tensor(dataset.x)
-        require(f"dataset '{dataset.name}'", x.nbytes if x.ndim == 4 else 0)  # colours are copied plane by plane
+        require_free_memory(
+            f"dataset '{dataset.name}'", x.nbytes if x.ndim == 4 else 0
+        )  # the permuted copy of colour images
         # Images become [N, C, H, W], tables stay [N, features]: the channel or feature axis is the second one.
         self.x = (x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2) if x.ndim == 4 else x).contiguous()
         self.x, self.y = self.x.to(device), torch.as_tensor(dataset.y).to(device)
         self.dtype, self.classes = dtype, dataset.classes
-        self._deal(dataset, shards, normalize)
+        self._assign(dataset, shards, normalize)
 
-    def dealt_again(self, dataset: Dataset, shards: Sequence[Shard], normalize: str | None = None) -> Self:
-        """Return the same samples under another partition or scaling; they lie in memory once."""
+    def repartitioned(self, dataset: Dataset, shards: Sequence[Shard], normalize: str | None = None) -> Self:
+        """Return the same samples under another partition or normalization; the samples are shared, not copied."""
         other = copy(self)
-        other._deal(dataset, shards, normalize)
+        other._assign(dataset, shards, normalize)
         return other
 
-    def _deal(self, dataset: Dataset, shards: Sequence[Shard], normalize: str | None) -> None:
+    def _assign(self, dataset: Dataset, shards: Sequence[Shard], normalize: str | None) -> None:
         device = self.x.device
         self.clients = len(shards)
-        self.trainers = sum(not shard.held_out for shard in shards)  # they come first; the others never train
+        self.trainers = sum(not shard.held_out for shard in shards)  # trainers come first; held-out clients never train
         self._index = {split: _Index([getattr(shard, split) for shard in shards], device) for split in _SPLITS}
         counts = [np.bincount(dataset.y[shard.train], minlength=self.classes) for shard in shards]
-        self.label_counts = torch.as_tensor(np.stack(counts)).to(device)  # [clients, classes], of the training parts
-        trained = np.concatenate([shard.train for shard in shards[: self.trainers]])
-        self.unit, mean, std = scaling(dataset, trained, way_of(dataset.name, normalize))
+        self.label_counts = torch.as_tensor(np.stack(counts)).to(device)  # [clients, classes], of the training splits
+        train_ids = np.concatenate([shard.train for shard in shards[: self.trainers]])
+        self.unit, mean, std = normalization_constants(dataset, train_ids, normalization_for(dataset.name, normalize))
         axes = (1, -1, *[1] * (self.x.ndim - 2))
         self._labels = dataset.labels
         self.mean, self.std = (torch.as_tensor(v, dtype=self.dtype, device=device).reshape(axes) for v in (mean, std))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one input, as models see it."""
+        """The shape of one model input."""
         return tuple(self.x.shape[1:])
 
-    def about(self) -> dict[str, Any]:
-        """Return what a saved model needs to be used elsewhere: its inputs are (x / unit - mean) / std."""
-        scaling = {"unit": self.unit, "mean": self.mean.flatten().tolist(), "std": self.std.flatten().tolist()}
-        return {"input_shape": self.shape, "labels": list(self._labels), "scaling": scaling}
+    def metadata(self) -> dict[str, Any]:
+        """Return the metadata for a saved model: input shape, labels, and the constants of (x / unit - mean) / std."""
+        constants = {"unit": self.unit, "mean": self.mean.flatten().tolist(), "std": self.std.flatten().tolist()}
+        return {"input_shape": self.shape, "labels": list(self._labels), "scaling": constants}
 
     def size(self, client: int, split: Split) -> int:
-        """How many samples a client has."""
+        """Return the number of samples of a client."""
         return self._index[split].sizes[client]
 
     def ids(self, clients: Tensor, positions: Tensor, split: Split) -> Tensor:
-        """Return which samples the clients' positions are; `positions` has a leading axis of clients."""
+        """Return the sample ids at the clients' positions; `positions` has a leading axis of clients."""
         index = self._index[split]
         starts = send([index.starts[client] for client in clients.tolist()], positions.device)
-        # Positions beyond a client's last sample are padding: any sample will do.
+        # Positions beyond a client's last sample are padding: any valid id is correct.
         at = starts.reshape(-1, *[1] * (positions.ndim - 1)) + positions
         return index.ids[at.clamp_(max=max(0, len(index.ids) - 1))] if len(index.ids) else torch.zeros_like(positions)
 
-    def pool(self, split: Split) -> Tensor:
-        """Return which samples belong to anybody's part; clients that are held out are nobody here."""
+    def pooled_ids(self, split: Split) -> Tensor:
+        """Return the ids of all trainers' samples in a split; held-out clients are left out."""
         index = self._index[split]
         return index.ids[: sum(index.sizes[: self.trainers])]
 
     def samples(self, ids: Tensor) -> Tensor:
-        """Return samples' scaled inputs."""
+        """Return samples' normalized inputs."""
         return ((self.x[ids].to(self.dtype) / self.unit) - self.mean) / self.std
 
     def inputs(self, client: int, split: Split) -> Tensor:
-        """Return a client's scaled inputs."""
+        """Return a client's normalized inputs."""
         return self.samples(self._index[split][client])
 
     def targets(self, client: int, split: Split) -> Tensor:
@@ -112,5 +114,5 @@ class FederatedData:
         return self.y[self._index[split][client]]
 
     def counts(self, client: int) -> Tensor:
-        """Return how often each label occurs in a client's training part."""
+        """Return the label counts of a client's training split."""
         return self.label_counts[client]

@@ -1,4 +1,4 @@
-"""How data falls on clients: a kind of partition, each client's split, and the clients that never train."""
+"""Partition of a dataset over clients: assignment of samples, train/val/test splits, and held-out clients."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ import numpy as np
 from numpy.random import default_rng
 
 from fedobp.data.datasets import Dataset
-from fedobp.data.kinds import PARTITIONS, UNCHANGED, Change, Given, Indices
+from fedobp.data.partitioners import PARTITIONERS, UNCHANGED, Indices, InputChange, PartitionTask
 from fedobp.errors import FedobpError, unknown
 from fedobp.options import Option
 
@@ -21,12 +21,12 @@ class Shard:
     train: Indices
     val: Indices
     test: Indices
-    change: Change = UNCHANGED
-    held_out: bool = False  # whether it never trains
+    change: InputChange = UNCHANGED
+    held_out: bool = False  # a held-out client never trains
 
     @property
     def samples(self) -> Indices:
-        """All of them."""
+        """All samples: train, val and test."""
         return np.concatenate([self.train, self.val, self.test])
 
 
@@ -44,29 +44,29 @@ def partition(
 ) -> list[Shard]:
     """Return each client's shard: a quarter of its samples for test, the rest for training.
 
-    Validation samples are cut off the training part, so the test part is the same at every `val_ratio`. Clients that
-    are held out are drawn by the seed and come last; what falls on whom does not depend on how many they are.
+    Validation samples are taken from the training split, so the test split is the same at every `val_ratio`. Held-out
+    clients are drawn by the seed and come last; the assignment of samples does not depend on their number.
     """
-    if kind not in PARTITIONS:
-        raise unknown("partition", kind, PARTITIONS)
-    chosen, given = PARTITIONS[kind].configure(options or {}), Given(y, clients, alpha, seed, natural)
+    if kind not in PARTITIONERS:
+        raise unknown("partition", kind, PARTITIONERS)
+    partitioner, task = PARTITIONERS[kind].configure(options or {}), PartitionTask(y, clients, alpha, seed, natural)
     shards = [
         _split(indices, val_ratio, change)
-        for indices, change in zip(chosen.deal(given), chosen.changes(given), strict=True)
+        for indices, change in zip(partitioner.assign(task), partitioner.input_changes(task), strict=True)
     ]
     return _held_out(shards, holdout, seed)
 
 
-def _split(indices: Indices, val_ratio: float, change: Change) -> Shard:
-    tested = int(TEST_SHARE * len(indices))
-    rest = indices[tested:]
-    validated = int(val_ratio * len(rest))
-    return Shard(train=rest[validated:], val=rest[:validated], test=indices[:tested], change=change)
+def _split(indices: Indices, val_ratio: float, change: InputChange) -> Shard:
+    n_test = int(TEST_SHARE * len(indices))
+    rest = indices[n_test:]
+    n_val = int(val_ratio * len(rest))
+    return Shard(train=rest[n_val:], val=rest[:n_val], test=indices[:n_test], change=change)
 
 
 def _held_out(shards: Sequence[Shard], count: int, seed: int) -> list[Shard]:
-    """Draw clients that never train, and put them behind all others; everybody else keeps their order."""
-    # A stream beside the partition's own. Holding out fewer clients holds out the first of them.
+    """Draw the held-out clients and move them behind all others, which keep their order."""
+    # A random stream separate from the partition's. A smaller count holds out a subset of the same clients.
     order = default_rng([seed, 1]).permutation(len(shards)).tolist()
     return [
         *(shards[client] for client in sorted(order[count:])),
@@ -74,8 +74,8 @@ def _held_out(shards: Sequence[Shard], count: int, seed: int) -> list[Shard]:
     ]
 
 
-def changed(dataset: Dataset, shards: Sequence[Shard]) -> Dataset:
-    """Return the dataset with every client's change made to its inputs: itself, or a copy."""
+def with_client_inputs(dataset: Dataset, shards: Sequence[Shard]) -> Dataset:
+    """Return the dataset with each client's input change applied: the dataset itself if there is none, else a copy."""
     if all(shard.change == UNCHANGED for shard in shards):
         return dataset
     x, images = np.array(dataset.x), dataset.x.ndim > 2
@@ -85,19 +85,19 @@ def changed(dataset: Dataset, shards: Sequence[Shard]) -> Dataset:
             "change=noise"
         )
     if x.dtype == np.uint8:
-        # The brightest is white: 255 nearly everywhere, and 16 in the digits.
+        # The largest value is white: 255 in most datasets, 16 in the digits.
         low, high = 0.0, float(x.max())
         unit = np.array(high)
     else:
         axes = (0, 1, 2)[: 1 if x.ndim == 2 else 3]
         unit = x.std(axis=axes, dtype=np.float64)
-        # Images stay between black and white; features have no such bounds.
+        # Images are clipped to their range; features of tables have no bounds.
         low, high = (float(x.min()), float(x.max())) if images else (-np.inf, np.inf)
     for shard in shards:
         ids, change = shard.samples, shard.change
-        own = np.rot90(x[ids], change.turns, axes=(1, 2)) if change.turns else x[ids]
+        inputs = np.rot90(x[ids], change.turns, axes=(1, 2)) if change.turns else x[ids]
         if change.noise:
-            noisy = own + change.noise * unit * default_rng(change.seed).standard_normal(own.shape)
-            own = np.clip(np.rint(noisy) if x.dtype == np.uint8 else noisy, low, high)
-        x[ids] = own
+            noisy = inputs + change.noise * unit * default_rng(change.seed).standard_normal(inputs.shape)
+            inputs = np.clip(np.rint(noisy) if x.dtype == np.uint8 else noisy, low, high)
+        x[ids] = inputs
     return replace(dataset, x=x)

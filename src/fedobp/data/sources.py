@@ -1,4 +1,4 @@
-"""Where the named datasets come from: official files, as well-known loaders publish them in their sources.
+"""Sources of the registered datasets: addresses, checksums and sizes of the official files, as in common loaders.
 
 - mnist, fmnist, emnist, svhn: addresses and MD5 as in torchvision 0.30.0a0 (commit e6f0400,
   torchvision/datasets/mnist.py and svhn.py); sizes as in tensorflow-datasets 4.9.10 (commit 470d259,
@@ -7,8 +7,8 @@
 - cifar10, cifar100: the binary versions, with address, size and SHA-256 as in tensorflow-datasets 4.9.10
   (tensorflow_datasets/url_checksums/cifar10.txt and cifar100.txt).
 - organamnist, organcmnist: address and MD5 as in medmnist 3.0.2 (commit 805b742, medmnist/info.py), which gives no
-  sizes. That of organamnist.npz was measured on a file with that MD5; that of organcmnist.npz is not known, and its
-  checksum stands alone.
+  sizes. The size of organamnist.npz was measured on a file with that MD5; the size of organcmnist.npz is not known, so
+  only its checksum is compared.
 
 Checked against a real file: organamnist.npz and the two label files of fmnist. The other checksums are as published.
 """
@@ -24,7 +24,7 @@ from fedobp.files import regular
 
 @dataclass(frozen=True)
 class File:
-    """An official file: what it is called, where it is, and how to know it."""
+    """An official file: name, address, checksum and size."""
 
     name: str
     url: str
@@ -34,11 +34,11 @@ class File:
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset's official files, and what reads them."""
+    """A dataset's official files and their reader."""
 
     files: tuple[File, ...]
     read: formats.Reader
-    installed: Path | None = None  # where a Debian package puts files of the same names
+    installed: Path | None = None  # folder in which a Debian package installs files of the same names
 
 
 _IDX = (
@@ -49,10 +49,11 @@ _IDX = (
 )
 
 
-def _idx(folder: str, known: Mapping[str, int]) -> tuple[File, ...]:
-    """Return the four files of MNIST's kind in a folder of the web, from their MD5 and sizes in the usual order."""
+def _idx(folder: str, md5_to_size: Mapping[str, int]) -> tuple[File, ...]:
+    """Return the four idx files under a base address, with MD5 and size in the order of `_IDX`."""
     return tuple(
-        File(name, folder + name, f"md5:{md5}", size) for name, (md5, size) in zip(_IDX, known.items(), strict=True)
+        File(name, folder + name, f"md5:{md5}", size)
+        for name, (md5, size) in zip(_IDX, md5_to_size.items(), strict=True)
     )
 
 
@@ -85,7 +86,7 @@ SOURCES: dict[str, Source] = {
             },
         ),
         formats.idx,
-        # The package dataset-fashion-mnist: the same content, gzipped without names, so with checksums of its own.
+        # The package dataset-fashion-mnist: the same content, compressed differently, so with other checksums.
         installed=Path("/usr/share/datasets/fashion-mnist"),
     ),
     "emnist": Source(
@@ -144,7 +145,7 @@ SOURCES: dict[str, Source] = {
 
 
 def installed(name: str) -> list[Path]:
-    """Return the files of a dataset that is installed on this machine; none where it is not."""
+    """Return the files of a dataset that a system package installed; empty if there is none."""
     source = SOURCES.get(name)
     if source is None or source.installed is None:
         return []
@@ -152,10 +153,10 @@ def installed(name: str) -> list[Path]:
     return paths if all(path.is_file() for path in paths) else []
 
 
-def read(name: str, paths: Sequence[Path], tell: formats.Tell = lambda share: None) -> formats.Arrays:
-    """Return a dataset's arrays out of its official files."""
+def read(name: str, paths: Sequence[Path], on_progress: formats.OnProgress = lambda share: None) -> formats.Arrays:
+    """Read a dataset's arrays from its official files."""
     try:
-        return SOURCES[name].read([regular(path) for path in paths], tell)
+        return SOURCES[name].read([regular(path) for path in paths], on_progress)
     except (FedobpError, MemoryError):
         raise
     except Exception as error:  # a damaged file can make gzip, tarfile and SciPy raise nearly anything

@@ -17,7 +17,7 @@ _ROWS, _SAMPLES = 10, 256  # at once
 def global_gradient(model: Model, data: FederatedData, precision: Precision, theta: Tensor) -> Tensor:
     """Return the gradient of the mean loss over all clients' training samples, at each of [rows, N]."""
     refuse_batch_norm(model)
-    ids = data.pool("train")
+    ids = data.pooled_ids("train")
 
     def total(one: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return functional.cross_entropy(model.logits(one, x), y, reduction="sum")

@@ -1,4 +1,4 @@
-"""Partitions as files: they come back as they were, and only for the dataset that they are of."""
+"""Partition files: a saved partition loads unchanged, and only for its own dataset."""
 
 import hashlib
 import json
@@ -7,9 +7,9 @@ import zipfile
 import numpy as np
 import pytest
 
-from fedobp.data import Dataset, digest, load_partition, partition, partition_settings, save_partition
-from fedobp.data.kinds import Change
+from fedobp.data import Dataset, load_partition, partition, partition_hash, partition_settings, save_partition
 from fedobp.data.partition import Shard
+from fedobp.data.partitioners import InputChange
 from fedobp.errors import FedobpError
 
 Y = np.arange(60) % 3
@@ -32,13 +32,13 @@ def saved(tmp_path, shards):
     return tmp_path / "four"
 
 
-def changed_json(path, **changes):
+def change_json(path, **changes):
     file = path.with_suffix(".json")
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 @pytest.mark.essential
-def test_a_partition_comes_back_as_it_was(saved, shards):
+def test_a_saved_partition_loads_unchanged(saved, shards):
     for found, shard in zip(load_partition(saved, dataset()), shards, strict=True):
         for part in ("train", "val", "test"):
             np.testing.assert_array_equal(getattr(found, part), getattr(shard, part))
@@ -46,12 +46,12 @@ def test_a_partition_comes_back_as_it_was(saved, shards):
     assert partition_settings(saved) == SETTINGS
 
 
-def test_two_files_are_written_and_the_json_says_what_they_are(saved, shards):
+def test_two_files_are_written_and_the_json_describes_them(saved, shards):
     assert sorted(path.name for path in saved.parent.iterdir()) == ["four.json", "four.npz"]
-    about = json.loads(saved.with_suffix(".json").read_text())
-    assert about["hash"] == digest(dataset(), shards)
-    assert (about["dataset"]["name"], about["dataset"]["samples"]) == ("mine", 60)
-    assert about["settings"] == SETTINGS
+    metadata = json.loads(saved.with_suffix(".json").read_text())
+    assert metadata["hash"] == partition_hash(dataset(), shards)
+    assert (metadata["dataset"]["name"], metadata["dataset"]["samples"]) == ("mine", 60)
+    assert metadata["settings"] == SETTINGS
 
 
 @pytest.mark.parametrize("suffix", ["", ".npz", ".json"])
@@ -81,28 +81,30 @@ def test_the_hash_is_that_of_labels_and_content_by_hand():
     labels = hashlib.sha256(b"[3, 5, 2, [[3]]]" + whole(0, 1, 1)).hexdigest()
     shapes = b"[[3], [1, 3], [1], [1], [1], [1]]]"
     content = whole(2, 0, 1) + whole(2, 0, 1) + whole(0) + whole(0) + whole(0) + whole(0)
-    assert digest(mine, [shard]) == hashlib.sha256(b'["' + labels.encode() + b'", ' + shapes + content).hexdigest()
+    assert (
+        partition_hash(mine, [shard]) == hashlib.sha256(b'["' + labels.encode() + b'", ' + shapes + content).hexdigest()
+    )
 
 
-def test_the_hash_sees_everything(shards):
+def test_the_hash_covers_all_content(shards):
     one, two, three = (np.array([n]) for n in (1, 2, 3))
     first = [Shard(one, two, three)]
     others = [
         [Shard(two, one, three)],
         [Shard(one, np.array([], dtype=np.int64), np.array([2, 3]))],
-        [Shard(one, two, three, Change(turns=1))],
-        [Shard(one, two, three, Change(noise=0.1))],
-        [Shard(one, two, three, Change(seed=1))],
+        [Shard(one, two, three, InputChange(turns=1))],
+        [Shard(one, two, three, InputChange(noise=0.1))],
+        [Shard(one, two, three, InputChange(seed=1))],
         [Shard(one, two, three, held_out=True)],
         [Shard(one, two, three), Shard(*[np.array([], dtype=np.int64)] * 3)],
     ]
-    found = {digest(dataset(), other) for other in [first, *others]}
-    found |= {digest(dataset(Y[::-1]), first), digest(dataset(shape=(4, 5)), first)}
+    found = {partition_hash(dataset(), other) for other in [first, *others]}
+    found |= {partition_hash(dataset(Y[::-1]), first), partition_hash(dataset(shape=(4, 5)), first)}
     assert len(found) == len(others) + 3
-    assert digest(dataset(name="yours"), first) == digest(dataset(), first)
+    assert partition_hash(dataset(name="yours"), first) == partition_hash(dataset(), first)
 
 
-# What is refused.
+# User errors.
 
 
 @pytest.mark.parametrize("other", [dataset(Y[::-1]), dataset(Y[:59]), dataset(shape=(4, 5))], ids=["y", "n", "shape"])
@@ -122,18 +124,18 @@ def test_nothing_is_overwritten(tmp_path, shards, suffix):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"]
 
 
-def test_what_cannot_be_written_is_said(tmp_path, shards):
+def test_an_unwritable_path_is_refused(tmp_path, shards):
     (tmp_path / "file").write_text("")
     with pytest.raises(FedobpError, match=r"cannot write .*file"):
         save_partition(tmp_path / "file" / "four", dataset(), shards, SETTINGS)
 
 
-def test_a_partition_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_partition_is_refused(tmp_path):
     with pytest.raises(FedobpError, match=r"cannot read the partition .*none.json .* `fedobp partition --save NAME`"):
         partition_settings(tmp_path / "none")
 
 
-def test_arrays_that_are_not_there_are_missed(saved):
+def test_a_missing_npz_file_is_refused(saved):
     saved.with_suffix(".npz").unlink()
     with pytest.raises(FedobpError, match=r"there is no .*four.npz beside its json file"):
         load_partition(saved, dataset())
@@ -159,20 +161,20 @@ def test_json_of_something_else_is_refused(saved, text):
 
 
 def test_settings_that_are_no_table_are_refused(saved):
-    changed_json(saved, settings=[1])
+    change_json(saved, settings=[1])
     with pytest.raises(FedobpError, match="does not describe a partition"):
         partition_settings(saved)
 
 
 @pytest.mark.parametrize("settings", [{}, {**SETTINGS, "clients": 5}, {**SETTINGS, "holdout_clients": 0}])
 def test_settings_that_do_not_fit_the_arrays_are_refused(saved, settings):
-    changed_json(saved, settings=settings)
+    change_json(saved, settings=settings)
     with pytest.raises(FedobpError, match="does not have the content that its json file names"):
         load_partition(saved, dataset())
 
 
 def test_another_hash_is_refused(saved):
-    changed_json(saved, hash="0" * 64)
+    change_json(saved, hash="0" * 64)
     with pytest.raises(
         FedobpError, match="does not have the content that its json file names: save the partition anew"
     ):
@@ -180,15 +182,15 @@ def test_another_hash_is_refused(saved):
 
 
 ARRAYS = {"sizes": np.array([[2, 0, 1]]), "held_out": [0], "turns": [0], "noise": [0.0], "seeds": [0]}
-UNSOUND = {
+INVALID = {
     "a sample twice": {"ids": np.array([1, 1, 2])},
     "a sample that is not there": {"ids": np.array([1, 2, 60])},
     "a negative sample": {"ids": np.array([1, 2, -1])},
     "sizes that do not add up": {"ids": np.array([1, 2])},
     "negative sizes": {"ids": np.array([1, 2, 3]), "sizes": np.array([[4, -2, 1]])},
     "sizes of two parts": {"ids": np.array([1, 2, 3]), "sizes": np.array([[2, 1]])},
-    "nobody": {"ids": np.array([], dtype=np.int64), "sizes": np.zeros((0, 3), dtype=np.int64)},
-    "somebody held out who is not last": {
+    "no clients": {"ids": np.array([], dtype=np.int64), "sizes": np.zeros((0, 3), dtype=np.int64)},
+    "a held-out client that is not last": {
         "ids": np.array([1, 2, 3]),
         "sizes": np.array([[1, 0, 0], [1, 0, 1]]),
         **{name: np.array([1, 0]) for name in ("held_out", "turns", "seeds")},
@@ -199,22 +201,22 @@ UNSOUND = {
 }
 
 
-@pytest.mark.parametrize("arrays", UNSOUND.values(), ids=UNSOUND)
+@pytest.mark.parametrize("arrays", INVALID.values(), ids=INVALID)
 def test_arrays_that_are_no_partition_are_refused_whatever_their_hash(saved, arrays, monkeypatch):
     np.savez(saved.with_suffix(".npz"), **{**ARRAYS, **arrays})
-    about = json.loads(saved.with_suffix(".json").read_text())
+    metadata = json.loads(saved.with_suffix(".json").read_text())
     sizes, held_out = {**ARRAYS, **arrays}["sizes"], {**ARRAYS, **arrays}["held_out"]
-    changed_json(saved, settings={"clients": len(sizes), "holdout_clients": int(np.sum(held_out))})
-    monkeypatch.setattr("fedobp.data.artefact._digest", lambda *_: about["hash"])
+    change_json(saved, settings={"clients": len(sizes), "holdout_clients": int(np.sum(held_out))})
+    monkeypatch.setattr("fedobp.data.partition_file._content_hash", lambda *_: metadata["hash"])
     with pytest.raises(FedobpError, match="does not have the content"):
         load_partition(saved, dataset())
 
 
-def test_sound_arrays_with_the_right_hash_are_taken(saved, monkeypatch):
+def test_valid_arrays_with_the_right_hash_are_loaded(saved, monkeypatch):
     np.savez(saved.with_suffix(".npz"), ids=np.array([1, 2, 3]), **ARRAYS)
-    about = json.loads(saved.with_suffix(".json").read_text())
-    changed_json(saved, settings={"clients": 1, "holdout_clients": 0})
-    monkeypatch.setattr("fedobp.data.artefact._digest", lambda *_: about["hash"])
+    metadata = json.loads(saved.with_suffix(".json").read_text())
+    change_json(saved, settings={"clients": 1, "holdout_clients": 0})
+    monkeypatch.setattr("fedobp.data.partition_file._content_hash", lambda *_: metadata["hash"])
     [shard] = load_partition(saved, dataset())
     assert (shard.train.tolist(), shard.test.tolist()) == ([1, 2], [3])
 

@@ -1,4 +1,4 @@
-"""Your own images, in folders and in Hugging Face datasets: what comes in, and what is refused."""
+"""Import of images from folders and Hugging Face datasets, and its user errors."""
 
 import io
 import sys
@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 import pyarrow
 import pytest
-from bring_cases import arrow, brought, picture, refused
+from importer_cases import arrow, imported, picture, refused
 from PIL import Image
 
 datasets.disable_progress_bars()
@@ -24,7 +24,7 @@ def test_images_are_labelled_by_their_folders_and_come_in_the_order_of_names(fol
         picture(tmp_path / "pets" / name, GREY + shift)
     (tmp_path / "pets/cat/.hidden").write_text("no image")
     (tmp_path / "pets/README.txt").write_text("no class")
-    found = brought("mine", tmp_path / "pets", folder)
+    found = imported("mine", tmp_path / "pets", folder)
     assert found.x.dtype == np.uint8
     np.testing.assert_array_equal(found.x, np.stack([GREY + 2, GREY + 1, GREY]))
     assert (found.y.tolist(), found.labels, found.clients) == ([0, 1, 1], ("cat", "dog"), None)
@@ -33,7 +33,7 @@ def test_images_are_labelled_by_their_folders_and_come_in_the_order_of_names(fol
 def test_colour_images_have_three_channels(folder, tmp_path):
     for name, shift in (("0", 0), ("1", 5)):
         picture(tmp_path / "pets" / name / "x.png", COLOUR + shift)
-    found = brought("mine", tmp_path / "pets", folder)
+    found = imported("mine", tmp_path / "pets", folder)
     np.testing.assert_array_equal(found.x, np.stack([COLOUR, COLOUR + 5]))
     assert found.labels == (0, 1)
 
@@ -41,7 +41,7 @@ def test_colour_images_have_three_channels(folder, tmp_path):
 def test_numbered_folders_are_in_the_order_of_numbers(folder, tmp_path):
     for name in ("10", "9"):
         picture(tmp_path / "pets" / name / "x.png", GREY + int(name))
-    found = brought("mine", tmp_path / "pets", folder)
+    found = imported("mine", tmp_path / "pets", folder)
     assert found.labels == (9, 10)
     assert (found.x[:, 0, 0] - 9 == found.y).all()
 
@@ -50,15 +50,15 @@ def test_numbered_folders_are_in_the_order_of_numbers(folder, tmp_path):
     ("mode", "shape"),
     [("1", (2, 3)), ("L", (2, 3)), ("LA", (2, 3)), ("P", (2, 3, 3)), ("RGBA", (2, 3, 3)), ("CMYK", (2, 3, 3))],
 )
-def test_every_kind_of_8_bit_image_is_grey_or_colour(folder, tmp_path, mode, shape):
+def test_every_8_bit_mode_is_grey_or_colour(folder, tmp_path, mode, shape):
     for name in ("a", "b"):
         path = tmp_path / "pets" / name / ("x.tiff" if mode == "CMYK" else "x.png")
         path.parent.mkdir(parents=True)
         Image.fromarray(COLOUR.astype(np.uint8)).convert(mode).save(path)
-    assert brought("mine", tmp_path / "pets", folder).x.shape == (2, *shape)
+    assert imported("mine", tmp_path / "pets", folder).x.shape == (2, *shape)
 
 
-def test_images_of_several_sizes_or_kinds_are_refused(folder, tmp_path):
+def test_images_of_several_sizes_or_modes_are_refused(folder, tmp_path):
     picture(tmp_path / "pets/a/x.png", GREY)
     other = picture(tmp_path / "pets/b/y.png", GREY.T)
     refused(
@@ -114,7 +114,7 @@ def test_a_folder_that_may_not_be_read_is_refused(folder, tmp_path, monkeypatch)
 
 
 def letters(rows, start=0):
-    kinds = datasets.Features(
+    features = datasets.Features(
         {
             "image": datasets.Image(),
             "character": datasets.ClassLabel(names=["zebra", "ant"]),
@@ -129,12 +129,12 @@ def letters(rows, start=0):
         "writer": [f"w{number % 3}" for number in numbers],
         "page": list(numbers),
     }
-    return datasets.Dataset.from_dict(columns, features=kinds)
+    return datasets.Dataset.from_dict(columns, features=features)
 
 
 def test_a_saved_dataset_of_images(folder, tmp_path):
     letters(5).save_to_disk(tmp_path / "saved")
-    found = brought("mine", tmp_path / "saved", folder, label="character", client="writer")
+    found = imported("mine", tmp_path / "saved", folder, label="character", client="writer")
     np.testing.assert_array_equal(found.x, np.stack([GREY + number for number in range(5)]))
     assert (found.y.tolist(), found.labels) == ([1, 0, 1, 0, 1], ("ant", "zebra"))
     assert (found.clients.tolist(), found.client_names) == ([0, 1, 2, 0, 1], ("w0", "w1", "w2"))
@@ -143,32 +143,32 @@ def test_a_saved_dataset_of_images(folder, tmp_path):
 
 def test_of_several_splits_the_training_samples_come_first(folder, tmp_path):
     datasets.DatasetDict({"test": letters(2, start=3), "train": letters(3)}).save_to_disk(tmp_path / "saved")
-    found = brought("mine", tmp_path / "saved", folder, label="character")
+    found = imported("mine", tmp_path / "saved", folder, label="character")
     np.testing.assert_array_equal(found.x, np.stack([GREY + number for number in range(5)]))
     assert found.n_train == 3
 
 
-def test_a_known_set_keeps_the_numbers_of_its_labels(folder, tmp_path):
-    kinds = datasets.Features(
+def test_a_registered_dataset_keeps_its_label_numbers(folder, tmp_path):
+    features = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=["T-shirt", "Ankle boot"])}
     )
     images = [Image.fromarray(np.full((28, 28), value, np.uint8)) for value in (1, 2)]
-    saved = datasets.Dataset.from_dict({"image": images, "label": [1, 0]}, features=kinds)
+    saved = datasets.Dataset.from_dict({"image": images, "label": [1, 0]}, features=features)
     saved.save_to_disk(tmp_path / "saved")
-    found = brought("fmnist", tmp_path / "saved", folder)
+    found = imported("fmnist", tmp_path / "saved", folder)
     assert (found.y.tolist(), found.labels) == ([1, 0], tuple(range(10)))
 
 
 def test_a_saved_table_of_chosen_rows(folder, tmp_path):
     saved = datasets.Dataset.from_dict({"a": [1.0, 2.0, 3.0], "b": [4, 5, 6], "label": ["x", "y", "z"]})
     saved.select([2, 0]).save_to_disk(tmp_path / "saved")
-    found = brought("mine", tmp_path / "saved", folder)
+    found = imported("mine", tmp_path / "saved", folder)
     assert (found.x.tolist(), found.labels, found.y.tolist()) == ([[3, 6], [1, 4]], ("x", "z"), [1, 0])
 
 
 def test_images_in_parquet_are_images_too(folder, tmp_path):
     letters(4).to_parquet(tmp_path / "t.parquet")
-    found = brought("mine", tmp_path / "t.parquet", folder, label="character")
+    found = imported("mine", tmp_path / "t.parquet", folder, label="character")
     np.testing.assert_array_equal(found.x, np.stack([GREY + number for number in range(4)]))
     assert found.labels == (0, 1)
 
@@ -179,8 +179,10 @@ def test_bad_saved_datasets_are_refused(folder, tmp_path):
     refused("did you mean 'character'", saved, folder, label="charactr")
     refused("unknown column for --client .* 'who'", saved, folder, label="character", client="who")
     refused("images in column 'image': labels and clients are whole numbers or names", saved, folder, label="image")
-    kinds = datasets.Features({"a": datasets.Array2D((2, 2), "uint8"), "label": datasets.Value("int64")})
-    datasets.Dataset.from_dict({"a": [[[1, 2], [3, 4]]] * 2, "label": [0, 1]}, kinds).save_to_disk(tmp_path / "arrays")
+    features = datasets.Features({"a": datasets.Array2D((2, 2), "uint8"), "label": datasets.Value("int64")})
+    datasets.Dataset.from_dict({"a": [[[1, 2], [3, 4]]] * 2, "label": [0, 1]}, features).save_to_disk(
+        tmp_path / "arrays"
+    )
     refused("lists in column 'a': give each number a column, or import an npz", tmp_path / "arrays", folder)
     cells = [{"bytes": b"no image", "path": None}, {"bytes": None, "path": None}, None]
     for cell, sentence in zip(cells, ["cannot be read as an image", "is missing", "is missing"], strict=True):
@@ -197,9 +199,9 @@ def test_bad_saved_datasets_are_refused(folder, tmp_path):
     refused("saved cannot be read as a Hugging Face dataset", saved, folder, label="character")
 
 
-def test_a_label_that_the_dataset_does_not_know_is_missing(folder, tmp_path):
-    kinds = datasets.Features({"a": datasets.Value("float32"), "label": datasets.ClassLabel(names=["x", "y"])})
-    saved = datasets.Dataset.from_dict({"a": [1, 2, 3], "label": [0, 1, -1]}, features=kinds)
+def test_a_label_without_a_class_name_is_missing(folder, tmp_path):
+    features = datasets.Features({"a": datasets.Value("float32"), "label": datasets.ClassLabel(names=["x", "y"])})
+    saved = datasets.Dataset.from_dict({"a": [1, 2, 3], "label": [0, 1, -1]}, features=features)
     saved.save_to_disk(tmp_path / "saved")
     refused("no label in row 3 of column 'label'", tmp_path / "saved", folder)
 

@@ -1,4 +1,4 @@
-"""Opening a dataset does not read its images: they are mapped into memory where they lie in the file as bytes."""
+"""Memory mapping: opening a dataset does not read images that are stored uncompressed as bytes."""
 
 import tracemalloc
 
@@ -46,13 +46,13 @@ def test_stored_bytes_are_mapped(tmp_path, first):
     ],
     ids=["compressed", "Fortran's order", "floats"],
 )
-def test_what_lies_there_otherwise_is_read(tmp_path, save, x):
+def test_other_arrays_are_read(tmp_path, save, x):
     dataset = load("mnist", saved(tmp_path, save, x=x))
     assert not is_mapped(dataset.x)
     np.testing.assert_array_equal(dataset.x, IMAGES)
 
 
-def test_opening_takes_no_memory_for_the_images(tmp_path):
+def test_loading_allocates_no_memory_for_the_images(tmp_path):
     saved(tmp_path, x=np.tile(IMAGES, (20, 1, 1)), y=np.tile(LABELS, 20))
     load("mnist", tmp_path)
     tracemalloc.start()
@@ -64,7 +64,7 @@ def test_opening_takes_no_memory_for_the_images(tmp_path):
     assert peak < dataset.x.nbytes / 10
 
 
-def test_writing_to_an_open_dataset_leaves_its_file_alone(tmp_path):
+def test_writing_to_a_loaded_dataset_does_not_change_its_file(tmp_path):
     before = (saved(tmp_path) / "mnist.npz").read_bytes()
     load("mnist", tmp_path).x[:] = 7
     assert (tmp_path / "mnist.npz").read_bytes() == before
@@ -77,7 +77,7 @@ def test_clients_share_the_mapped_images(tmp_path):
     assert data.x.data_ptr() == dataset.x.ctypes.data
 
 
-def test_a_file_whose_header_promises_more_is_refused(tmp_path):
+def test_a_header_with_a_larger_shape_is_refused(tmp_path):
     path = saved(tmp_path) / "mnist.npz"
     content = path.read_bytes()
     assert content.count(b"(500, 28, 28)") == 1

@@ -1,4 +1,4 @@
-"""Bringing your own data in: from a file or a folder to the one npz that every dataset is."""
+"""Import of user data: a file or a folder becomes NAME.npz in the data folder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,16 +6,17 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from fedobp.data.datasets import Dataset, store, vacant
+from fedobp.data.columns import numbers_or_texts
+from fedobp.data.datasets import Dataset, new_dataset_path, store
+from fedobp.data.free_memory import memory_guard
 from fedobp.data.images import read_images
-from fedobp.data.memory import room_for
 from fedobp.data.npz import read_npz
-from fedobp.data.tables import numbers_or_texts, read_csv, read_parquet, read_saved
+from fedobp.data.tables import read_csv, read_huggingface, read_parquet
 from fedobp.errors import FedobpError, first_line, short, unknown
 from fedobp.files import regular
 
 
-def bring(
+def import_dataset(
     name: str,
     source: Path,
     folder: Path,
@@ -24,14 +25,14 @@ def bring(
     client: str | None = None,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> Dataset:
-    """Read data from a file or folder, check it, and keep it in the data folder under a name.
+    """Read data from a file or folder, check it, and store it in the data folder under a name.
 
     The source is an npz, CSV or Parquet file, a folder of images by class, or a Hugging Face dataset that was saved to
     disk. `label` and `client` name the columns (in an npz, the arrays) with a sample's label and its client; without
-    `client`, samples are nobody's. `progress` is told what is under way, and how much of it is done.
+    `client`, samples have no natural client. `progress` is called with the current step and the share that is done.
     """
-    vacant(name, folder)
-    with room_for(f"importing {short(source, 200)}"):
+    new_dataset_path(name, folder)
+    with memory_guard(f"importing {short(source, 200)}"):
         try:
             arrays = _read(name, source, label, client, progress)
         except OSError as error:
@@ -47,7 +48,7 @@ def _read(
 ) -> dict[str, NDArray[Any]]:
     shown = short(source, 200)
     if any((source / file).is_file() for file in ("state.json", "dataset_dict.json")):
-        return read_saved(name, source, label or "label", client, progress)
+        return read_huggingface(name, source, label or "label", client, progress)
     if source.is_dir():
         if label or client:
             raise FedobpError(
@@ -58,22 +59,22 @@ def _read(
         return {"x": x, "y": numbers_or_texts(classes)}
     if not source.exists():
         raise FedobpError(f"there is no file or folder {shown}: give the path of what to import")
-    kind = regular(source).suffix.lower()
-    if kind not in (".npz", ".csv", ".parquet"):
+    suffix = regular(source).suffix.lower()
+    if suffix not in (".npz", ".csv", ".parquet"):
         raise FedobpError(
             f"{shown} cannot be imported: give a file that ends in .npz, .csv or .parquet, a folder of images by "
             "class, or the folder of a Hugging Face dataset"
         )
-    if kind == ".npz":
-        return _chosen(source, read_npz(source), label, client)
-    read = read_csv if kind == ".csv" else read_parquet
+    if suffix == ".npz":
+        return _select_arrays(source, read_npz(source), label, client)
+    read = read_csv if suffix == ".csv" else read_parquet
     return read(source, label or "label", client, progress)
 
 
-def _chosen(
+def _select_arrays(
     source: Path, arrays: dict[str, NDArray[Any]], label: str | None, client: str | None
 ) -> dict[str, NDArray[Any]]:
-    """Return an npz file's arrays with those that were named as `y` and `client`."""
+    """Return an npz file's arrays, with the arrays that `label` and `client` name stored as `y` and `client`."""
     for key, given in (("y", label), ("client", client)):
         if given is not None:
             if given not in arrays:

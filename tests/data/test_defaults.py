@@ -1,4 +1,4 @@
-"""Your own data without further settings: its clients and alpha, the printed command, and names that cannot be."""
+"""Imported data without settings: default clients and alpha, the printed command, and invalid names."""
 
 import shlex
 import tomllib
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bring_cases import picture
+from importer_cases import picture
 
 from fedobp import Config, Federation
-from fedobp.data import data_dir, partition, suited
+from fedobp.data import data_dir, default_clients_and_alpha, partition
 
 SIZES = {
     "three classes": [100] * 3,
@@ -28,23 +28,24 @@ SIZES = {
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_the_published_recipe_ends_with_the_chosen_numbers_for_every_seed(sizes):
-    clients, alpha = suited(sizes)
+def test_the_published_recipe_terminates_with_the_defaults_for_every_seed(sizes):
+    clients, alpha = default_clients_and_alpha(sizes)
     y = np.repeat(np.arange(len(sizes)), sizes)
     for seed in range(5):
         shards = partition(y, clients, alpha=alpha, seed=seed)
         assert min(len(shard.samples) for shard in shards) >= 10
 
 
-def test_a_set_like_the_papers_gets_the_papers_numbers():
-    assert suited([6000] * 10) == (100, 0.1)
+def test_a_dataset_like_the_papers_gets_the_papers_numbers():
+    assert default_clients_and_alpha([6000] * 10) == (100, 0.1)
 
 
 def test_clients_have_50_samples_on_average_and_one_is_the_least():
-    assert [suited(sizes)[0] for sizes in ([100] * 3, [2500] * 10, [25, 25], [6, 6], [1, 1])] == [6, 100, 2, 1, 1]
+    expected = {6: [100] * 3, 100: [2500] * 10, 2: [25, 25], 1: [6, 6]}
+    assert [default_clients_and_alpha(sizes)[0] for sizes in (*expected.values(), [1, 1])] == [*expected, 1]
 
 
-def test_the_page_on_data_has_the_chosen_numbers():
+def test_the_documentation_has_the_default_numbers():
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     rows = {
         "300 samples in 3 equal classes": [100] * 3,
@@ -54,17 +55,17 @@ def test_the_page_on_data_has_the_chosen_numbers():
         "60,000 samples in 10 equal classes": [6000] * 10,
     }
     for text, sizes in rows.items():
-        clients, alpha = suited(sizes)
+        clients, alpha = default_clients_and_alpha(sizes)
         assert f"| {text} | {clients} | {alpha:g} |" in page
 
 
-def test_what_is_given_stays():
-    clients, alpha = suited([100] * 3, clients=10)
+def test_given_values_are_kept():
+    clients, alpha = default_clients_and_alpha([100] * 3, clients=10)
     assert clients == 10
-    assert alpha > suited([100] * 3)[1]
-    assert suited([100] * 3, alpha=0.1) == (5, 0.1)
-    assert suited([100] * 3, clients=25, alpha=0.3) == (25, 0.3)
-    assert suited([100] * 3, clients=290) == (290, 0.1)  # which the partition then refuses
+    assert alpha > default_clients_and_alpha([100] * 3)[1]
+    assert default_clients_and_alpha([100] * 3, alpha=0.1) == (5, 0.1)
+    assert default_clients_and_alpha([100] * 3, clients=25, alpha=0.3) == (25, 0.3)
+    assert default_clients_and_alpha([100] * 3, clients=290) == (290, 0.1)  # a user error of the partitioner
 
 
 def table(path, samples, labels=2, **more):
@@ -74,7 +75,7 @@ def table(path, samples, labels=2, **more):
     return path
 
 
-def test_a_config_of_known_data_keeps_its_numbers(folder, monkeypatch):
+def test_a_registered_dataset_has_fixed_defaults(folder, monkeypatch):
     monkeypatch.setenv("FEDOBP_DATA", str(folder))
     assert [(Config(dataset=name).clients, Config(dataset=name).alpha) for name in ("digits", "svhn")] == [
         (20, 0.1), (100, 0.1),
@@ -105,7 +106,7 @@ def test_python_and_every_command_use_the_same_rule(command):
     assert (said.json["clients"], said.json["alpha"], said.err) == (6, 0.2, note)
 
 
-def test_only_what_was_chosen_and_matters_is_said(command):
+def test_only_chosen_values_that_matter_are_printed(command):
     Path("data").mkdir()
     table("data/mine.npz", 300, 3, client=np.arange(300) % 5)
     show = ("partition", "--dataset", "mine", "--json")
@@ -118,7 +119,7 @@ def test_only_what_was_chosen_and_matters_is_said(command):
 
 
 def follow(command, said):
-    """Run the printed command, but for a short time."""
+    """Run the printed command for one round."""
     assert said.code == 0
     words = shlex.split(said.out.split("Next: ")[1])
     assert words[:2] == ["fedobp", "run"]
@@ -164,12 +165,12 @@ def test_images_of_any_size_have_a_default_model(folder, side):
     Federation(config)
 
 
-def test_the_printed_command_leaves_samples_with_their_clients(command):
+def test_the_printed_command_keeps_natural_clients(command):
     said = command("data", "import", "wards", csv("wards.csv", 40, lambda row: f"w {row % 4}"), "--client", "who")
     words, ran = follow(command, said)
     assert words[-2:] == ["--partition", "natural"]
     assert ran.code == 0
-    # An npz names them itself.
+    # An npz file holds the clients.
     said = command("data", "import", "other", table("source.npz", 40, client=np.arange(40) % 4))
     assert follow(command, said)[0][-2:] == ["--partition", "natural"]
 
@@ -181,14 +182,14 @@ def test_clients_with_too_few_samples_to_test_with_are_not_proposed(command):
     assert ran.code == 0
 
 
-def test_a_small_part_of_a_known_set_runs_with_flags_of_its_own(command):
+def test_a_small_part_of_a_registered_dataset_runs_with_other_flags(command):
     np.savez("source.npz", x=np.zeros((60, 28, 28), np.uint8), y=np.arange(60) % 10)
     words, ran = follow(command, command("data", "import", "mnist", "source.npz"))
     assert "--clients" in words
     assert ran.code == 0
 
 
-def test_what_is_too_little_to_use_is_said(command):
+def test_too_few_samples_are_reported(command):
     said = command("data", "import", "mine", table("source.npz", 3))
     assert said.code == 0
     assert "Next" not in said.out
@@ -270,7 +271,7 @@ LONG = "x" * 300
     ],
     ids=lambda words: " ".join(words).replace(LONG, "LONG").replace("\n", " "),
 )
-def test_names_that_cannot_be_are_refused_in_one_short_sentence(command, arguments):
+def test_invalid_names_are_refused_in_one_short_sentence(command, arguments):
     table("mine.npz", 20)
     before = set(Path().iterdir())
     said = command(*arguments)

@@ -1,4 +1,4 @@
-"""Your own data: what comes in from tables and arrays, and what is refused."""
+"""Import of tables and arrays, and its user errors."""
 
 import csv
 import datetime
@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
-from bring_cases import arrow, brought, refused
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from importer_cases import arrow, imported, refused
 from pyarrow import parquet
 
-from fedobp.data import bring, tables
+from fedobp.data import import_dataset, tables
 from fedobp.errors import FedobpError
 
 
@@ -36,7 +36,7 @@ WARDS = "age, sugar ,outcome,ward\n40,1.5,ill,B\n50,-2e1,well,A\n\n60,0,ill,B\n"
 
 
 def test_a_csv_table_becomes_float32_features_with_names_for_labels_and_clients(folder, source):
-    found = brought("mine", source(WARDS), folder, label="outcome", client="ward")
+    found = imported("mine", source(WARDS), folder, label="outcome", client="ward")
     assert found.x.dtype == np.float32
     assert found.x.tolist() == [[40, 1.5], [50, -20], [60, 0]]
     assert (found.y.tolist(), found.labels) == ([0, 1, 0], ("ill", "well"))
@@ -45,13 +45,13 @@ def test_a_csv_table_becomes_float32_features_with_names_for_labels_and_clients(
     assert found.info.clients == 2
 
 
-def test_the_label_column_is_called_label_unless_said_otherwise(folder, source):
-    found = brought("mine", source("label,a\n0,1\n1,2\n"), folder)
+def test_the_default_label_column_is_label(folder, source):
+    found = imported("mine", source("label,a\n0,1\n1,2\n"), folder)
     assert (found.x.tolist(), found.y.tolist(), found.clients) == ([[1], [2]], [0, 1], None)
 
 
-def test_a_byte_order_mark_and_quotes_are_understood(folder, source):
-    found = brought("mine", source('label,a\n"yes, or so",1\n"no ""really""",2\n', "utf-8-sig"), folder)
+def test_a_byte_order_mark_and_quotes_are_parsed(folder, source):
+    found = imported("mine", source('label,a\n"yes, or so",1\n"no ""really""",2\n', "utf-8-sig"), folder)
     assert found.labels == ('no "really"', "yes, or so")
 
 
@@ -68,26 +68,26 @@ def test_a_byte_order_mark_and_quotes_are_understood(folder, source):
     ids=["whole numbers", "whole numbers as floats", "leading zeros", "mixed", "too long for 64 bits", "truth"],
 )
 def test_labels_are_numbers_where_all_of_them_are_whole_numbers(folder, source, texts, labels):
-    found = brought("mine", source("label,a\n" + "".join(f"{text},0\n" for text in texts)), folder)
+    found = imported("mine", source("label,a\n" + "".join(f"{text},0\n" for text in texts)), folder)
     assert found.labels == labels
     assert [str(found.labels[at]) for at in found.y] == [text.removesuffix(".0") for text in texts]
 
 
 def test_clients_that_are_numbers_are_in_the_order_of_numbers(folder, source):
-    found = brought("mine", source("label,a,who\n0,1,10\n1,2,9\n0,3,10\n"), folder, client="who")
+    found = imported("mine", source("label,a,who\n0,1,10\n1,2,9\n0,3,10\n"), folder, client="who")
     assert (found.clients.tolist(), found.client_names) == ([1, 0, 1], ("9", "10"))
 
 
 def test_rows_beyond_the_first_part_are_read_and_counted(folder, source, monkeypatch):
-    monkeypatch.setattr(tables, "_ROWS", 3)
+    monkeypatch.setattr(tables, "_CHUNK_ROWS", 3)
     rows = [f"{row % 2},{row}\n" for row in range(10)]
-    assert brought("mine", source("label,a\n" + "".join(rows)), folder).x[:, 0].tolist() == list(range(10))
+    assert imported("mine", source("label,a\n" + "".join(rows)), folder).x[:, 0].tolist() == list(range(10))
     rows[7] = "1,many\n"
     with pytest.raises(FedobpError, match="has 'many' in row 8 of column 'a'"):
-        bring("other", source("label,a\n" + "".join(rows)), folder)
+        import_dataset("other", source("label,a\n" + "".join(rows)), folder)
     rows[7] = "1\n"
     with pytest.raises(FedobpError, match="has 1 cells in row 8 and 2 columns"):
-        bring("other", source("label,a\n" + "".join(rows)), folder)
+        import_dataset("other", source("label,a\n" + "".join(rows)), folder)
 
 
 NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zs", "Zl", "Zp"]), min_size=1, max_size=8)
@@ -96,13 +96,13 @@ NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 @settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.tuples(NAMES, NUMBERS, NUMBERS), min_size=2, max_size=8))
-def test_any_names_and_numbers_come_back(tmp_path, rows):
-    names = ["x" + name for name, *_ in rows]  # so that none of them is a number
+def test_any_names_and_numbers_are_preserved(tmp_path, rows):
+    names = ["x" + name for name, *_ in rows]  # no name is a number
     assume(len(set(names)) > 1)
     with (tmp_path / "any.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("label", "a", "b"), *((f"x{name}", *numbers) for name, *numbers in rows)])
     (tmp_path / "data/mine.npz").unlink(missing_ok=True)
-    found = brought("mine", tmp_path / "any.csv", tmp_path / "data")
+    found = imported("mine", tmp_path / "any.csv", tmp_path / "data")
     assert [found.labels[at] for at in found.y] == names
     np.testing.assert_array_equal(found.x, np.array([row[1:] for row in rows], np.float32))
 
@@ -138,7 +138,7 @@ def test_a_bad_table_is_refused_with_its_row_and_column(folder, source, text, se
 
 
 def test_empty_lines_are_skipped_before_the_names_too(folder, source):
-    assert brought("mine", source("\n\nlabel,a\n0,1\n\n1,2\n"), folder).x.tolist() == [[1], [2]]
+    assert imported("mine", source("\n\nlabel,a\n0,1\n\n1,2\n"), folder).x.tolist() == [[1], [2]]
 
 
 def test_text_that_is_not_utf8_is_refused(folder, source):
@@ -152,7 +152,7 @@ def test_a_missing_client_is_refused(folder, source):
 
 
 def test_a_client_may_be_called_by_a_fraction(folder, source):
-    assert brought("mine", source("label,a,who\n0,1,0.5\n1,2,7\n"), folder, client="who").client_names == ("0.5", "7")
+    assert imported("mine", source("label,a,who\n0,1,0.5\n1,2,7\n"), folder, client="who").client_names == ("0.5", "7")
 
 
 # Parquet.
@@ -160,9 +160,9 @@ def test_a_client_may_be_called_by_a_fraction(folder, source):
 
 def test_a_parquet_table_is_the_same_as_the_csv(folder, tmp_path, source):
     columns = {"age": [40, 50, 60], "sugar": [1.5, -20.0, 0.0], "outcome": ["ill", "well", "ill"], "ward": [9, 10, 9]}
-    found = brought("mine", arrow(tmp_path / "t.parquet", **columns), folder, label="outcome", client="ward")
+    found = imported("mine", arrow(tmp_path / "t.parquet", **columns), folder, label="outcome", client="ward")
     text = "\n".join([",".join(columns), *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))])
-    other = brought("other", source(text), folder, label="outcome", client="ward")
+    other = imported("other", source(text), folder, label="outcome", client="ward")
     assert found.x.dtype == other.x.dtype
     assert found.x.tolist() == other.x.tolist() == [[40, 1.5], [50, -20], [60, 0]]
     assert found.labels == other.labels == ("ill", "well")
@@ -171,7 +171,7 @@ def test_a_parquet_table_is_the_same_as_the_csv(folder, tmp_path, source):
     assert found.client_names == other.client_names == ("9", "10")
 
 
-def test_every_kind_of_number_is_one(folder, tmp_path):
+def test_every_number_type_is_accepted(folder, tmp_path):
     columns = {
         "bytes": pyarrow.array([1, 2], pyarrow.uint8()),
         "truth": [True, False],
@@ -180,7 +180,7 @@ def test_every_kind_of_number_is_one(folder, tmp_path):
         "__index_level_0__": [17, 4],  # pandas' index
         "label": pyarrow.array(["b", "a"]).dictionary_encode(),
     }
-    found = brought("mine", arrow(tmp_path / "t.parquet", **columns), folder)
+    found = imported("mine", arrow(tmp_path / "t.parquet", **columns), folder)
     assert found.x.tolist() == [[1, 1, 0.25, 1.5], [2, 0, 3, 2]]
     assert [found.labels[at] for at in found.y] == ["b", "a"]
 
@@ -223,7 +223,7 @@ def test_a_parquet_column_twice_is_refused(folder, tmp_path):
 
 
 def test_whole_floats_are_labels(folder, tmp_path):
-    assert brought("mine", arrow(tmp_path / "t.parquet", a=[1, 2], label=[3.0, 1.0]), folder).labels == (1, 3)
+    assert imported("mine", arrow(tmp_path / "t.parquet", a=[1, 2], label=[3.0, 1.0]), folder).labels == (1, 3)
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1 and then something else PAR1"])
@@ -239,14 +239,14 @@ def test_arrays_of_an_npz_can_be_named(folder, tmp_path):
     x = np.arange(8, dtype=np.float32).reshape(4, 2)
     names = {"kind": np.array(["b", "a", "b", "a"]), "user": np.array([[10], [9], [9], [10]])}
     np.savez(tmp_path / "mine.npz", x=x, **names)
-    found = brought("mine", tmp_path / "mine.npz", folder, label="kind", client="user")
+    found = imported("mine", tmp_path / "mine.npz", folder, label="kind", client="user")
     assert (found.y.tolist(), found.labels) == ([1, 0, 1, 0], ("a", "b"))
     assert (found.clients.tolist(), found.client_names) == ([1, 0, 0, 1], ("9", "10"))
     with np.load(folder / "mine.npz") as arrays:
         assert sorted(arrays) == ["client", "n_train", "x", "y"]
         assert arrays["y"].tolist() == ["b", "a", "b", "a"]
     with pytest.raises(FedobpError, match=r"unknown array in .*mine.npz 'users': did you mean 'user'"):
-        bring("other", tmp_path / "mine.npz", folder, client="users")
+        import_dataset("other", tmp_path / "mine.npz", folder, client="users")
 
 
 @pytest.mark.parametrize(
@@ -263,13 +263,13 @@ def test_bad_clients_of_an_npz_are_refused(folder, tmp_path, client, sentence):
     refused(sentence, tmp_path / "mine.npz", folder)
 
 
-def test_known_sets_take_no_names_for_labels(folder, tmp_path):
+def test_registered_datasets_have_no_label_names(folder, tmp_path):
     np.savez(tmp_path / "mine.npz", x=np.zeros((2, 28, 28), np.uint8), y=np.array(["boot", "shirt"]))
     with pytest.raises(FedobpError, match="has labels from boot to shirt, and fmnist has 0 to 9: import it under"):
-        bring("fmnist", tmp_path / "mine.npz", folder)
+        import_dataset("fmnist", tmp_path / "mine.npz", folder)
 
 
-# What it is, and how far it is.
+# Sources and progress.
 
 
 @pytest.mark.parametrize("name", ["table.xlsx", "table"])
@@ -284,21 +284,21 @@ def test_a_source_that_is_not_there_is_refused(folder, tmp_path, name):
 
 
 def test_a_name_that_is_taken_is_refused_before_anything_is_read(folder, tmp_path, source):
-    bring("mine", source("label,a\n0,1\n1,2\n"), folder)
+    import_dataset("mine", source("label,a\n0,1\n1,2\n"), folder)
     before = (folder / "mine.npz").read_bytes()
     with pytest.raises(FedobpError, match="'mine' exists already"):
-        bring("mine", tmp_path / "absent.csv", folder)
+        import_dataset("mine", tmp_path / "absent.csv", folder)
     assert (folder / "mine.npz").read_bytes() == before
 
 
 def test_progress_grows_to_one(folder, source, monkeypatch):
-    monkeypatch.setattr(tables, "_ROWS", 100)
-    told = []
+    monkeypatch.setattr(tables, "_CHUNK_ROWS", 100)
+    calls = []
     text = "label,a\n" + "".join(f"{row % 2},{row}\n" for row in range(3000))
-    bring("mine", source(text), folder, progress=lambda what, share: told.append((what, share)))
-    shares = [share for _, share in told]
+    import_dataset("mine", source(text), folder, progress=lambda what, share: calls.append((what, share)))
+    shares = [share for _, share in calls]
     assert shares == sorted(shares)
-    assert (told[0][0], told[-1]) == ("reading table.csv", ("checking and writing", 1.0))
+    assert (calls[0][0], calls[-1]) == ("reading table.csv", ("checking and writing", 1.0))
     assert len(set(shares)) > 2
 
 

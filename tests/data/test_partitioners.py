@@ -1,18 +1,18 @@
-"""The kinds of partitions: what each guarantees, for any labels and seed; and what it refuses."""
+"""Partitioners: their guarantees for any labels and seed, and their user errors."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedobp.data import PARTITIONS, Dataset, changed, data_dir, kinds, load, partition
-from fedobp.data.artefact import digest
-from fedobp.data.kinds import Change
+from fedobp.data import PARTITIONERS, Dataset, data_dir, load, partition, partitioners, with_client_inputs
+from fedobp.data.partition_file import partition_hash
+from fedobp.data.partitioners import InputChange
 from fedobp.errors import FedobpError
 
 NATURAL = np.arange(1797) * 7 % 20  # of the digits: 20 clients, with 89 or 90 samples each
 LABELS = np.repeat(np.arange(10), 6000)
-COMPLETE = sorted(set(PARTITIONS) - {"dirichlet"})  # those that succeed on any of the labels below
+COMPLETE = sorted(set(PARTITIONERS) - {"dirichlet"})  # partitioners that succeed on all labels below
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def sizes(shards):
     return [len(shard.samples) for shard in shards]
 
 
-# What all guarantee.
+# Guarantees of all partitioners.
 
 
 @settings(deadline=None, max_examples=150)
@@ -64,13 +64,13 @@ def test_every_sample_is_on_exactly_one_client(labels, clients, kind, alpha, see
         assert (len(shard.test), len(shard.val)) == (tested, int(val_ratio * (len(shard.samples) - tested)))
 
 
-@pytest.mark.parametrize("kind", PARTITIONS)
+@pytest.mark.parametrize("kind", PARTITIONERS)
 def test_the_seed_decides_and_the_global_generator_does_not(digits, kind):
     np.random.seed(11)
     before = np.random.get_state()
     first, again, other = (partition(digits.y, 20, kind=kind, seed=seed, natural=NATURAL) for seed in (3, 3, 4))
     np.testing.assert_array_equal(before[1], np.random.get_state()[1])
-    assert digest(digits, first) == digest(digits, again) != digest(digits, other)
+    assert partition_hash(digits, first) == partition_hash(digits, again) != partition_hash(digits, other)
 
 
 HASHES = {
@@ -85,28 +85,28 @@ HASHES = {
 }
 
 
-@pytest.mark.parametrize("kind", PARTITIONS)
+@pytest.mark.parametrize("kind", PARTITIONERS)
 def test_equal_arguments_give_the_same_hash_everywhere(kind):
-    """NumPy 1.26, 2.0 and 2.4 give these alike: whoever changes one has changed everybody's partitions."""
+    """NumPy 1.26, 2.0 and 2.4 give these hashes; a changed hash means that users' partitions change."""
     y = np.arange(3000) ** 2 % 11 % 10
     mine = Dataset("mine", np.zeros((3000, 4, 4), np.uint8), y, tuple(range(10)), 0)
     shards = partition(y, 20, kind=kind, alpha=0.5, seed=7, val_ratio=0.1, holdout=3, natural=np.arange(3000) % 30)
-    assert digest(mine, shards) == HASHES[kind]
+    assert partition_hash(mine, shards) == HASHES[kind]
 
 
-@pytest.mark.parametrize("kind", sorted({*PARTITIONS} - {"dirichlet"}))
-def test_sixty_thousand_samples_on_a_thousand_clients_are_all_dealt(kind):
+@pytest.mark.parametrize("kind", sorted({*PARTITIONERS} - {"dirichlet"}))
+def test_sixty_thousand_samples_are_all_assigned_to_a_thousand_clients(kind):
     shards = partition(LABELS, 1000, kind=kind, natural=np.arange(60_000) % 1000)
     assert sum(sizes(shards)) == 60_000
 
 
-@pytest.mark.parametrize("kind", PARTITIONS)
+@pytest.mark.parametrize("kind", PARTITIONERS)
 def test_too_few_samples_are_refused(kind):
     with pytest.raises(FedobpError, match=r"use (fewer|more) --clients"):
         partition(np.arange(9) % 9, 5, kind=kind, natural=np.zeros(9, dtype=np.int64))
 
 
-# Each by itself.
+# Single partitioners.
 
 
 @settings(deadline=None, max_examples=100)
@@ -116,7 +116,7 @@ def test_too_few_samples_are_refused(kind):
     alpha=st.one_of(st.floats(1e-300, 1e-3), st.floats(1e-3, 1e6)),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_dirichlet_equal_always_ends_with_sizes_that_differ_by_at_most_one(labels, clients, alpha, seed):
+def test_dirichlet_equal_always_terminates_with_sizes_that_differ_by_at_most_one(labels, clients, alpha, seed):
     found = sizes(partition(np.array(labels), clients, kind="dirichlet-equal", alpha=alpha, seed=seed))
     assert max(found) - min(found) <= 1
     assert sum(found) == len(labels)
@@ -130,11 +130,11 @@ def test_dirichlet_equal_follows_alpha():
     assert (few.sum(axis=0) == 6000).all()
 
 
-def test_dirichlet_equal_draws_mixes_like_dirichlets():
-    """With plenty of every label, counts have the mean and the variance of samples of a Dirichlet(alpha) draw."""
+def test_dirichlet_equal_draws_dirichlet_label_distributions():
+    """If labels are not used up, counts have the mean and variance of samples from a Dirichlet(alpha) draw."""
     y = np.repeat(np.arange(4), 50_000)
     shares = counts(y, partition(y, 2000, kind="dirichlet-equal", alpha=1.0, seed=1)) / 100
-    assert np.abs(shares.mean(axis=0) - 0.25).max() < 1e-9  # every label is used up
+    assert np.abs(shares.mean(axis=0) - 0.25).max() < 1e-9  # every sample is assigned
     # Dirichlet(1, 1, 1, 1) has variance 3/80 = 0.0375; 100 samples of it add (1/4 - 1/4^2 - 0.0375) / 100.
     assert shares.var(axis=0) == pytest.approx(np.full(4, 0.0375 + 0.0015), rel=0.1)
 
@@ -192,12 +192,12 @@ def test_classes_do_not_always_go_together():
         (200, {"k": 10}, "a label has 50 samples and would be on 200 clients: use fewer --clients, or a smaller k"),
     ],
 )
-def test_classes_that_cannot_be_are_refused(clients, options, sentence):
+def test_impossible_classes_are_refused(clients, options, sentence):
     with pytest.raises(FedobpError, match=sentence):
         partition(np.repeat(np.arange(10), 50), clients, kind="classes", options=options)
 
 
-def test_quantity_gives_everyone_ten_and_the_rest_unevenly():
+def test_quantity_gives_every_client_ten_samples_and_splits_the_rest_unevenly():
     found = np.array(sizes(partition(LABELS, 100, kind="quantity")))
     assert found.min() >= 10
     assert found.max() > 3 * 600
@@ -213,61 +213,61 @@ def test_quantity_uses_every_sample_at_every_beta(n, clients, beta, seed):
     assert min(found) >= 10
 
 
-def test_natural_leaves_samples_with_those_they_came_from(digits):
+def test_natural_keeps_the_clients_of_the_data(digits):
     for client, shard in enumerate(partition(digits.y, 20, kind="natural", natural=NATURAL)):
         assert sorted(shard.samples) == np.flatnonzero(client == NATURAL).tolist()
 
 
-def test_natural_with_fewer_clients_draws_who_takes_part_and_keeps_their_order(digits):
-    def whose(seed):
+def test_natural_with_fewer_clients_draws_clients_and_keeps_their_order(digits):
+    def drawn_clients(seed):
         shards = partition(digits.y, 5, kind="natural", natural=NATURAL, seed=seed)
         for shard in shards:
             assert len(shard.samples) == (NATURAL[shard.train[0]] == NATURAL).sum()
         return [int(NATURAL[shard.train[0]]) for shard in shards]
 
-    assert whose(1) == sorted(whose(1)) != whose(2)
-    assert len(set(whose(1))) == 5
+    assert drawn_clients(1) == sorted(drawn_clients(1)) != drawn_clients(2)
+    assert len(set(drawn_clients(1))) == 5
 
 
-def test_natural_needs_to_know_whose_samples_are(digits):
+def test_natural_needs_the_clients_of_the_samples(digits):
     with pytest.raises(FedobpError, match="import the data with --client COLUMN, or choose another --partition"):
         partition(digits.y, 5, kind="natural")
     with pytest.raises(FedobpError, match="the data comes from 20 clients, not 21: use fewer --clients"):
         partition(digits.y, 21, kind="natural", natural=NATURAL)
 
 
-# Features.
+# Input changes.
 
 
 def small(x, name="mine"):
     return Dataset(name, x, np.arange(len(x)) % 2, (0, 1), 0)
 
 
-def test_rotation_turns_each_clients_images_and_leaves_the_dataset_alone():
+def test_rotation_changes_each_clients_images_and_not_the_dataset():
     x = np.arange(64 * 9, dtype=np.uint8).reshape(64, 3, 3)
     mine, before = small(x), x.copy()
     shards = partition(mine.y, 8, kind="feature", seed=5)
     assert sorted(shard.change.turns for shard in shards) == [0, 0, 1, 1, 2, 2, 3, 3]
-    turned = changed(mine, shards)
+    rotated = with_client_inputs(mine, shards)
     for shard in shards:
         for sample in shard.samples:
             by_hand = x[sample]
             for _ in range(shard.change.turns):
                 by_hand = np.array([[row[column] for row in by_hand] for column in (2, 1, 0)])
-            np.testing.assert_array_equal(turned.x[sample], by_hand)
+            np.testing.assert_array_equal(rotated.x[sample], by_hand)
     np.testing.assert_array_equal(x, before)
-    assert turned.x.dtype == np.uint8
-    assert (turned.y == mine.y).all()
+    assert rotated.x.dtype == np.uint8
+    assert (rotated.y == mine.y).all()
 
 
-def test_colour_images_turn_with_their_channels():
+def test_colour_images_rotate_with_their_channels():
     x = np.arange(8 * 2 * 2 * 3, dtype=np.uint8).reshape(8, 2, 2, 3)
     shards = partition(np.arange(8) % 2, 4, kind="feature", seed=5)
-    turned = changed(small(x), shards).x
+    rotated = with_client_inputs(small(x), shards).x
     shard = next(shard for shard in shards if shard.change.turns == 1)
     # [[a, b], [c, d]] turned counter-clockwise is [[b, d], [a, c]].
     (a, b), (c, d) = x[shard.train[0]]
-    np.testing.assert_array_equal(turned[shard.train[0]], [[b, d], [a, c]])
+    np.testing.assert_array_equal(rotated[shard.train[0]], [[b, d], [a, c]])
 
 
 def test_noise_is_spread_from_none_to_the_largest_and_is_the_same_every_time():
@@ -275,14 +275,14 @@ def test_noise_is_spread_from_none_to_the_largest_and_is_the_same_every_time():
     x[0, 0, 0] = 255
     shards = partition(np.arange(2000) % 2, 5, kind="feature", options={"change": "noise", "noise": 0.2}, seed=3)
     assert sorted(shard.change.noise for shard in shards) == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
-    noisy = changed(small(x), shards).x
+    noisy = with_client_inputs(small(x), shards).x
     assert noisy.dtype == np.uint8
     for shard in shards:
         found = noisy[shard.samples].astype(float)
         assert found.mean() == pytest.approx(128, abs=3)
         assert found.std() == pytest.approx(255 * shard.change.noise, rel=0.05)
-    np.testing.assert_array_equal(changed(small(x), shards).x, noisy)
-    dark = changed(small(np.where(x == 255, x, 0)), shards).x
+    np.testing.assert_array_equal(with_client_inputs(small(x), shards).x, noisy)
+    dark = with_client_inputs(small(np.where(x == 255, x, 0)), shards).x
     assert dark[1:].max() < 255  # bytes below 0 stay at 0, and do not wrap around
 
 
@@ -290,21 +290,21 @@ def test_noise_on_bytes_is_a_share_of_the_largest():
     x = np.full((2000, 4, 4), 8, np.uint8)
     x[0, 0, 0] = 16  # white, as in the digits
     shards = partition(np.arange(2000) % 2, 2, kind="feature", options={"change": "noise", "noise": 0.1})
-    noisy = changed(small(x), shards).x
-    [loud] = [shard for shard in shards if shard.change.noise]
-    assert noisy[loud.samples].std() == pytest.approx(1.6, rel=0.05)
+    noisy = with_client_inputs(small(x), shards).x
+    [noisiest] = [shard for shard in shards if shard.change.noise]
+    assert noisy[noisiest.samples].std() == pytest.approx(1.6, rel=0.05)
     assert noisy.max() <= 16
 
 
 def test_noise_on_a_table_is_in_each_features_own_deviation():
     x = np.stack([np.tile([0, 2], 1000), np.tile([0, 200], 1000)], axis=1).astype(np.float32)
     shards = partition(np.arange(2000) % 2, 2, kind="feature", options={"change": "noise", "noise": 0.5})
-    noisy = changed(small(x), shards).x
-    [loud] = [shard for shard in shards if shard.change.noise]
-    [quiet] = [shard for shard in shards if not shard.change.noise]
-    added = noisy[loud.samples] - x[loud.samples]
+    noisy = with_client_inputs(small(x), shards).x
+    [noisiest] = [shard for shard in shards if shard.change.noise]
+    [noiseless] = [shard for shard in shards if not shard.change.noise]
+    added = noisy[noisiest.samples] - x[noisiest.samples]
     assert added.std(axis=0) == pytest.approx([0.5, 50], rel=0.1)  # features have deviations 1 and 100
-    np.testing.assert_array_equal(noisy[quiet.samples], x[quiet.samples])
+    np.testing.assert_array_equal(noisy[noiseless.samples], x[noiseless.samples])
     assert noisy.dtype == np.float32
     assert noisy.min() < 0
 
@@ -312,7 +312,7 @@ def test_noise_on_a_table_is_in_each_features_own_deviation():
 def test_float_images_stay_between_their_darkest_and_their_brightest():
     x = np.random.default_rng(0).random((100, 4, 4)).astype(np.float32)
     shards = partition(np.arange(100) % 2, 4, kind="feature", options={"change": "noise", "noise": 5})
-    noisy = changed(small(x), shards).x
+    noisy = with_client_inputs(small(x), shards).x
     assert (noisy.min(), noisy.max()) == (x.min(), x.max())
 
 
@@ -320,18 +320,18 @@ def test_float_images_stay_between_their_darkest_and_their_brightest():
 def test_what_cannot_be_rotated_is_refused(shape):
     x = np.zeros((20, *shape), np.uint8)
     with pytest.raises(FedobpError, match=r"'mine' has inputs of shape .* cannot be rotated: .* change=noise"):
-        changed(small(x), partition(np.arange(20) % 2, 4, kind="feature"))
+        with_client_inputs(small(x), partition(np.arange(20) % 2, 4, kind="feature"))
 
 
 def test_other_partitions_change_nothing(digits):
-    assert changed(digits, partition(digits.y, 10)) is digits
-    assert partition(digits.y, 3, kind="iid")[0].change == Change() == kinds.UNCHANGED
+    assert with_client_inputs(digits, partition(digits.y, 10)) is digits
+    assert partition(digits.y, 3, kind="iid")[0].change == InputChange() == partitioners.UNCHANGED
 
 
-# Clients that are held out.
+# Held-out clients.
 
 
-@pytest.mark.parametrize("kind", PARTITIONS)
+@pytest.mark.parametrize("kind", PARTITIONERS)
 def test_held_out_clients_come_last_and_the_others_stay_in_order(digits, kind):
     plain, held = (
         [shard.samples.tolist() for shard in partition(digits.y, 20, kind=kind, natural=NATURAL, holdout=holdout)]
@@ -345,7 +345,7 @@ def test_held_out_clients_come_last_and_the_others_stay_in_order(digits, kind):
     assert [shard.held_out for shard in fewer] == [False] * 18 + [True] * 2
 
 
-def test_who_is_held_out_depends_on_the_seed(digits):
+def test_the_held_out_clients_depend_on_the_seed(digits):
     def names(seed):
         shards = partition(digits.y, 20, kind="natural", natural=NATURAL, holdout=3, seed=seed)
         return {int(NATURAL[shard.train[0]]) for shard in shards[17:]}

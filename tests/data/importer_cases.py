@@ -1,4 +1,4 @@
-"""Importing one's own data: shared by the tests of tables and of images."""
+"""Helpers shared by the tests of importing tables and images."""
 
 import numpy as np
 import pyarrow
@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from fedobp.data import bring, load
+from fedobp.data import import_dataset, load
 from fedobp.errors import FedobpError
 
 
@@ -21,9 +21,9 @@ def picture(path, pixels, **options):
     return path
 
 
-def brought(name, source, folder, **columns):
-    """Import, and return what is then loaded, which is what the import returned."""
-    returned, loaded = bring(name, source, folder, **columns), load(name, folder)
+def imported(name, source, folder, **columns):
+    """Import and load a dataset, check that both are equal, and return it."""
+    returned, loaded = import_dataset(name, source, folder, **columns), load(name, folder)
     np.testing.assert_array_equal(returned.x, loaded.x)
     np.testing.assert_array_equal(returned.y, loaded.y)
     assert (returned.labels, returned.client_names, returned.n_train) == (
@@ -37,5 +37,5 @@ def brought(name, source, folder, **columns):
 
 def refused(sentence, source, folder, **columns):
     with pytest.raises(FedobpError, match=sentence):
-        bring("mine", source, folder, **columns)
+        import_dataset("mine", source, folder, **columns)
     assert not folder.exists()

@@ -1,6 +1,6 @@
-"""A partition as a file: NAME.npz says whose each sample is, NAME.json what it was made with and its content's hash.
+"""A saved partition: NAME.npz holds the sample ids of each client, NAME.json the settings and the hash of the content.
 
-The hash depends on the labels and the partition alone, so equal arguments give equal hashes on every machine.
+The hash depends only on the labels and the partition, so equal arguments give equal hashes on every machine.
 """
 
 import hashlib
@@ -14,26 +14,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedobp.data.datasets import Dataset
-from fedobp.data.kinds import Change
-from fedobp.data.memory import room_for
+from fedobp.data.free_memory import memory_guard
 from fedobp.data.npz import read_npz
 from fedobp.data.partition import Shard
+from fedobp.data.partitioners import InputChange
 from fedobp.errors import FedobpError, short
-from fedobp.files import regular, replacing, unwritable, write_json
+from fedobp.files import atomic_write, regular, unwritable, write_json
 
-# Of all clients, one after the other: their samples' ids (train, val, test), and one row or number each.
+# The arrays in NAME.npz. `ids` holds each client's train, val and test ids, client after client; the others hold one
+# entry per client.
 _TYPES = {"ids": "<i8", "sizes": "<i8", "held_out": "<i8", "turns": "<i8", "noise": "<f8", "seeds": "<i8"}
 
 
-def digest(dataset: Dataset, shards: Sequence[Shard]) -> str:
-    """Return a hash of the dataset's labels and of all that a partition says."""
-    return _digest(_fingerprint(dataset), _arrays(shards))
+def partition_hash(dataset: Dataset, shards: Sequence[Shard]) -> str:
+    """Return the SHA-256 hash of the dataset's labels and of the partition's content."""
+    return _content_hash(_fingerprint(dataset), _to_arrays(shards))
 
 
 def save_partition(name: Path, dataset: Dataset, shards: Sequence[Shard], settings: Mapping[str, Any]) -> str:
-    """Write NAME.npz and NAME.json, and return the hash; nothing is ever overwritten.
+    """Write NAME.npz and NAME.json, and return the hash; existing files are never overwritten.
 
-    `settings` are those that the partition was made with, by their names in `Config`.
+    `settings` are the settings that produced the partition, by their names in `Config`.
     """
     files = _files(name)
     for path in files:
@@ -43,50 +44,50 @@ def save_partition(name: Path, dataset: Dataset, shards: Sequence[Shard], settin
         files[0].parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable(files[0].parent, error) from error
-    arrays: dict[str, Any] = _arrays(shards)
+    arrays: dict[str, Any] = _to_arrays(shards)
     fingerprint = _fingerprint(dataset)
-    found = _digest(fingerprint, arrays)
-    with replacing(files[0]) as file:
+    content_hash = _content_hash(fingerprint, arrays)
+    with atomic_write(files[0]) as file:
         np.savez(file, **arrays)
-    about = {"name": dataset.name, "samples": len(dataset.y), "fingerprint": fingerprint}
+    metadata = {"name": dataset.name, "samples": len(dataset.y), "fingerprint": fingerprint}
     try:
-        write_json(files[1], {"hash": found, "dataset": about, "settings": dict(settings)})
+        write_json(files[1], {"hash": content_hash, "dataset": metadata, "settings": dict(settings)})
     except FedobpError:
         files[0].unlink()
         raise
-    return found
+    return content_hash
 
 
 def partition_settings(name: Path) -> dict[str, Any]:
-    """Return the settings that a saved partition was made with; a run with it takes them over."""
-    settings = _about(name)["settings"]
+    """Return the settings that produced a saved partition; a run that loads the partition uses them."""
+    settings = _read_metadata(name)["settings"]
     assert isinstance(settings, dict)
     return settings
 
 
 def load_partition(name: Path, dataset: Dataset) -> list[Shard]:
-    """Return a saved partition of this dataset; of another dataset, or damaged, it is refused."""
-    about, (path, _) = _about(name), _files(name)
-    if about["dataset"]["fingerprint"] != _fingerprint(dataset):
+    """Load a saved partition of this dataset; a partition of another dataset or a damaged file is a user error."""
+    metadata, (path, _) = _read_metadata(name), _files(name)
+    if metadata["dataset"]["fingerprint"] != _fingerprint(dataset):
         raise FedobpError(
-            f"{short(path, 200)} is a partition of '{short(about['dataset']['name'])}' "
-            f"({short(format(about['dataset']['samples'], ','))} samples), and '{short(dataset.name)}' "
+            f"{short(path, 200)} is a partition of '{short(metadata['dataset']['name'])}' "
+            f"({short(format(metadata['dataset']['samples'], ','))} samples), and '{short(dataset.name)}' "
             f"({len(dataset.y):,} samples) has other labels or shapes: use it with the --dataset it was made of"
         )
     if not path.exists():
         raise FedobpError(
             f"there is no {short(path, 200)} beside its json file: put it there, or save the partition anew"
         )
-    with room_for(f"the partition {short(path, 200)}"):
-        return _shards(path, about, dataset)
+    with memory_guard(f"the partition {short(path, 200)}"):
+        return _read_shards(path, metadata, dataset)
 
 
-def _shards(path: Path, about: Mapping[str, Any], dataset: Dataset) -> list[Shard]:
-    """Return what a partition's npz file says, if it is what its json file names."""
+def _read_shards(path: Path, metadata: Mapping[str, Any], dataset: Dataset) -> list[Shard]:
+    """Return the shards in a partition's npz file, after checking them against its json file."""
     arrays = read_npz(path)
-    told = [about["settings"].get(name) for name in ("clients", "holdout_clients")]
-    sound = _sound(arrays, len(dataset.y)) and told == [len(arrays["sizes"]), arrays["held_out"].sum()]
-    if not sound or about["hash"] != _digest(_fingerprint(dataset), arrays):
+    made = [metadata["settings"].get(name) for name in ("clients", "holdout_clients")]
+    valid = _is_valid(arrays, len(dataset.y)) and made == [len(arrays["sizes"]), arrays["held_out"].sum()]
+    if not valid or metadata["hash"] != _content_hash(_fingerprint(dataset), arrays):
         raise FedobpError(
             f"{short(path, 200)} does not have the content that its json file names: save the partition anew"
         )
@@ -94,27 +95,27 @@ def _shards(path: Path, about: Mapping[str, Any], dataset: Dataset) -> list[Shar
     for client, ids in enumerate(np.split(arrays["ids"], np.cumsum(arrays["sizes"].sum(axis=1))[:-1])):
         train, val, test = np.split(ids, np.cumsum(arrays["sizes"][client])[:-1])
         turns, noise, seed = (arrays[key][client].item() for key in ("turns", "noise", "seeds"))
-        shards.append(Shard(train, val, test, Change(turns, noise, seed), bool(arrays["held_out"][client])))
+        shards.append(Shard(train, val, test, InputChange(turns, noise, seed), bool(arrays["held_out"][client])))
     return shards
 
 
 def _files(name: Path) -> tuple[Path, Path]:
-    """Return a partition's two files; it may be named by either of them."""
+    """Return the paths of a partition's npz and json file; `name` may have either suffix or none."""
     if name.name in ("", ".."):
         raise FedobpError(f"'{short(name)}' names no partition: give the name of its files, such as mine")
     stem = str(name.with_suffix("") if name.suffix in (".npz", ".json") else name)
     return Path(f"{stem}.npz"), Path(f"{stem}.json")
 
 
-def _about(name: Path) -> dict[str, Any]:
+def _read_metadata(name: Path) -> dict[str, Any]:
     path = _files(name)[1]
     try:
-        with room_for(f"the partition {short(path, 200)}", path.stat().st_size):
-            about = json.loads(regular(path).read_text(encoding="utf-8"))
-        texts = about["hash"], about["dataset"]["name"], about["dataset"]["fingerprint"]
-        if not all(isinstance(text, str) for text in texts) or not isinstance(about["dataset"]["samples"], int):
+        with memory_guard(f"the partition {short(path, 200)}", path.stat().st_size):
+            metadata = json.loads(regular(path).read_text(encoding="utf-8"))
+        texts = metadata["hash"], metadata["dataset"]["name"], metadata["dataset"]["fingerprint"]
+        if not all(isinstance(text, str) for text in texts) or not isinstance(metadata["dataset"]["samples"], int):
             raise TypeError
-        if not isinstance(about["settings"], dict):
+        if not isinstance(metadata["settings"], dict):
             raise TypeError
     except OSError as error:
         raise FedobpError(
@@ -125,11 +126,11 @@ def _about(name: Path) -> dict[str, Any]:
         raise FedobpError(
             f"{short(path, 200)} does not describe a partition: make it with `fedobp partition --save NAME`"
         ) from error
-    assert isinstance(about, dict)
-    return about
+    assert isinstance(metadata, dict)
+    return metadata
 
 
-def _arrays(shards: Sequence[Shard]) -> dict[str, NDArray[Any]]:
+def _to_arrays(shards: Sequence[Shard]) -> dict[str, NDArray[Any]]:
     values = {
         "ids": np.concatenate([shard.samples for shard in shards]),
         "sizes": [[len(shard.train), len(shard.val), len(shard.test)] for shard in shards],
@@ -141,8 +142,8 @@ def _arrays(shards: Sequence[Shard]) -> dict[str, NDArray[Any]]:
     return {name: np.asarray(value).astype(_TYPES[name]) for name, value in values.items()}
 
 
-def _sound(arrays: Mapping[str, NDArray[Any]], samples: int) -> bool:
-    """Say whether arrays can be a partition: right types and lengths, no sample twice, none that is not there."""
+def _is_valid(arrays: Mapping[str, NDArray[Any]], samples: int) -> bool:
+    """Return whether arrays form a partition: types and lengths match, and every id is valid and occurs once."""
     if any(name not in arrays or arrays[name].dtype != kind for name, kind in _TYPES.items()):
         return False
     ids, sizes = arrays["ids"], arrays["sizes"]
@@ -160,18 +161,18 @@ def _sound(arrays: Mapping[str, NDArray[Any]], samples: int) -> bool:
     )
 
 
-def _digest(fingerprint: str, arrays: Mapping[str, NDArray[Any]]) -> str:
+def _content_hash(fingerprint: str, arrays: Mapping[str, NDArray[Any]]) -> str:
     return _hash([fingerprint], [arrays[name] for name in _TYPES])
 
 
 def _fingerprint(dataset: Dataset) -> str:
-    """Return what tells datasets apart without reading their inputs: shape, classes, and every label in its place."""
+    """Return a hash that identifies a dataset without reading its inputs: of its shape, classes and labels in order."""
     return _hash([*dataset.x.shape, dataset.classes], [dataset.y.astype("<i8")])
 
 
 def _hash(words: Sequence[str | int], arrays: Sequence[NDArray[Any]]) -> str:
-    # The words say where each array ends, so no two contents give the same bytes.
-    told = hashlib.sha256(json.dumps([*words, [list(array.shape) for array in arrays]]).encode())
+    # The shapes are hashed first: they delimit the arrays, so that different contents never give the same bytes.
+    made = hashlib.sha256(json.dumps([*words, [list(array.shape) for array in arrays]]).encode())
     for array in arrays:
-        told.update(array.tobytes())
-    return told.hexdigest()
+        made.update(array.tobytes())
+    return made.hexdigest()
