@@ -23,7 +23,7 @@ from fedobp.algorithms import METHODS
 from fedobp.federation import deal
 from fedobp.report.partition import heat_map
 from fedobp.report.tables import compare_table, datasets_table, methods_table, run_table, summarise
-from fedobp.runs import load_state_dict
+from fedobp.storage import load_state_dict
 
 TINY = ("--clients", 5, "--rounds", 2, "--epochs", 1, "--model", "mlp")
 ACCURACY = {"pooled", "client_mean", "client_std", "worst_decile", "balanced", "majority_class"}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fedobp.federation import Federation, Progress, SweepError, sweep
     from fedobp.models import Model
     from fedobp.result import Result
-    from fedobp.runs import load_state_dict
+    from fedobp.storage import load_state_dict
 
 __all__ = [
     "Accuracy", "Config", "Federation", "FedobpError", "Model", "Progress", "Result", "SweepError", "__version__",
@@ -38,7 +38,7 @@ _HOMES = {
     "Progress": "federation",
     "Result": "result",
     "SweepError": "federation",
-    "load_state_dict": "runs",
+    "load_state_dict": "storage",
     "sweep": "federation",
 }
 

@@ -20,7 +20,7 @@ from fedobp.evaluation import Accuracy, Cold, Evaluator, Report, protocol
 from fedobp.keys import NOBODY, Purpose, fold, permutation
 from fedobp.models import Model
 from fedobp.result import Compute, Result, Traffic
-from fedobp.runs import Models, RunFolder
+from fedobp.storage import ClientModels, RunFolder
 from fedobp.transfer import Arriving
 from fedobp.wire import Payload
 
@@ -104,7 +104,7 @@ class Run(Course):
         self.launch = launch  # all runs that train side by side, in order
         self.evaluate = Evaluator(self.method, self.model, self.people, engine, config.finetune_epochs)
         self.protocol = protocol(config.protocol, config.rounds)
-        self.models = Models(self.model.layout, self.server["theta"])
+        self.models = ClientModels(self.model.layout, self.server["theta"])
         self.keep_models = keep_models or (out is not None and config.save_models == "all")
         head = f"# Partition {partition}\n{side_by_side(launch)}"
         self.folder = RunFolder(out, head + config.to_toml()) if out else None
@@ -206,7 +206,7 @@ class Run(Course):
         Fine-tuning takes the full learning rate: a schedule's last rounds would leave it nothing to do.
         """
         if round == self.config.rounds:
-            self.models = Models(self.model.layout, self.server["theta"])
+            self.models = ClientModels(self.model.layout, self.server["theta"])
         return self.evaluate(
             lambda clients: self.moment(round, clients),
             self.server,

@@ -30,7 +30,7 @@ from fedobp.engine import Budget, Engine, Lanes, Serial, caught, dtype_of, memor
 from fedobp.errors import FedobpError, described
 from fedobp.models import Model
 from fedobp.result import Result
-from fedobp.runs import claim
+from fedobp.storage import claim
 
 T = TypeVar("T")
 

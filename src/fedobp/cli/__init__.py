@@ -213,7 +213,7 @@ def run(
     """
     from fedobp.federation import Federation
     from fedobp.report.tables import run_table
-    from fedobp.runs import fresh
+    from fedobp.storage import new_run_folder
 
     base = read_config(config) if config else {}
     if "method" in given and given["method"] != base.get("method", given["method"]):
@@ -225,7 +225,7 @@ def run(
     resolved = _configured({**base, **given, "options": options, "partition_options": dealt})
     federation = Federation(resolved)
     label = f"{resolved.method}-{resolved.dataset}-seed{resolved.seed}"
-    folder = out or fresh(label)
+    folder = out or new_run_folder(label)
     with progress(1, resolved.rounds) as advance, redirect_stdout(sys.stderr):  # what plugins print
         result = federation.run(out=folder, progress=partial(advance, resolved.method))
     show(result.to_json() if as_json else run_table(result), f"Run folder: {folder}")
@@ -273,7 +273,7 @@ def compare(
     from fedobp.federation import Failure, SweepError, launches_of, sweep
     from fedobp.files import write_json
     from fedobp.report.tables import compare_table, summarise
-    from fedobp.runs import claim, fresh, made_by, release
+    from fedobp.storage import claim, new_run_folder, provenance, release
 
     failed: list[Failure] = []
     launches = None
@@ -297,9 +297,11 @@ def compare(
     else:
         launches = [[places[at] for at in launch if at in plan] for launch in launches]
         launches = [launch for launch in launches if launch]
-    head = f"# Repeat with: fedobp compare --config compare.toml\n{made_by()}"
+    head = f"# Repeat with: fedobp compare --config compare.toml\n{provenance()}"
     made = out is None or not out.exists()
-    folder = claim(out or fresh(f"compare-{configs[0].dataset}"), "compare.toml", head + to_toml(configs, launches))
+    folder = claim(
+        out or new_run_folder(f"compare-{configs[0].dataset}"), "compare.toml", head + to_toml(configs, launches)
+    )
     runs, bug = list(map(run_name, configs)), None
     try:
         with progress(len(configs), configs[0].rounds) as advance, redirect_stdout(sys.stderr):  # what plugins print

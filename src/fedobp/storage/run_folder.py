@@ -64,7 +64,7 @@ def _ours(folder: Path) -> list[Path]:
         raise unwritable(folder, error) from error
 
 
-def fresh(label: str) -> Path:
+def new_run_folder(label: str) -> Path:
     """Make a new folder under `runs/`, named by time and label."""
     stem = f"{datetime.now():%Y%m%d-%H%M%S}-{label}"
     runs = Path("runs")
@@ -80,7 +80,7 @@ def fresh(label: str) -> Path:
     raise AssertionError("count has no end")
 
 
-def made_by() -> str:
+def provenance() -> str:
     """Return a comment with all versions and the number of threads: results may depend on them."""
     versions = f"fedobp {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     return f"# Made by {versions}, {torch.get_num_threads()} threads\n"
@@ -90,7 +90,7 @@ class RunFolder:
     """Writes one run's files into a folder that is its own."""
 
     def __init__(self, folder: Path, config: str) -> None:
-        head = f"# Run again with: fedobp run --config config.toml\n{made_by()}"
+        head = f"# Run again with: fedobp run --config config.toml\n{provenance()}"
         self.path = claim(folder, "config.toml", head + config)
 
     def log(self, name: str, line: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 from fedobp import Config, Federation, FedobpError, sweep
 from fedobp.config import read_config
 from fedobp.files import write
-from fedobp.runs import RunFolder, claim, fresh
+from fedobp.storage import RunFolder, claim, new_run_folder
 
 TINY = {"dataset": "digits", "clients": 5, "rounds": 2, "epochs": 1, "model": "mlp"}
 
@@ -259,16 +259,16 @@ def test_a_folder_of_an_interrupted_comparison_is_refused(tmp_path):
         claim(tmp_path)
 
 
-def test_fresh_refuses_a_runs_that_leads_nowhere(tmp_path, monkeypatch):
+def test_new_run_folder_refuses_a_runs_that_leads_nowhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("runs").symlink_to("nowhere/at/all")
     with pytest.raises(FedobpError, match="cannot write runs"):
-        fresh("digits")
+        new_run_folder("digits")
 
 
-def test_fresh_folders_never_share_a_name(tmp_path, monkeypatch):
+def test_new_run_folders_never_share_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folders = [fresh("digits-fedobp") for _ in range(5)]
+    folders = [new_run_folder("digits-fedobp") for _ in range(5)]
     assert len({folder.resolve() for folder in folders}) == 5
     for folder in folders:
         assert folder.parent == Path("runs")
@@ -278,8 +278,8 @@ def test_fresh_folders_never_share_a_name(tmp_path, monkeypatch):
     RunFolder(folders[0], "seed = 1\n")  # a fresh folder is free for a run
 
 
-def test_fresh_says_what_to_do_where_runs_is_a_file(tmp_path, monkeypatch):
+def test_new_run_folder_says_what_to_do_where_runs_is_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("runs").write_text("mine")
     with pytest.raises(FedobpError, match=r"cannot write runs .*: choose another place"):
-        fresh("digits")
+        new_run_folder("digits")

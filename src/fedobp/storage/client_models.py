@@ -18,7 +18,7 @@ from fedobp.files import unwritable, write
 from fedobp.models import Layout
 
 
-class Models:
+class ClientModels:
     """The models that clients use, kept small."""
 
     def __init__(self, layout: Layout, shared: Tensor) -> None:
@@ -40,9 +40,9 @@ class Models:
         """Parameters of one model."""
         return self._layout.size
 
-    def without_clients(self) -> "Models":
+    def without_clients(self) -> "ClientModels":
         """Return the global model alone, which takes the memory of one model."""
-        return Models(self._layout, self._shared)
+        return ClientModels(self._layout, self._shared)
 
     def state_dict(self, client: int | None = None) -> dict[str, Tensor]:
         """Return a client's model, or the global one, as an ordinary state dict."""
