@@ -9,19 +9,17 @@ import os
 import signal
 from contextlib import suppress
 
-from fedobp.errors import Stopped
+from fedobp.errors import STOP_SIGNALS, Stopped
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import FrameType
     from typing import NoReturn
 
-_STOPS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-
 
 def main() -> NoReturn:
     """Run the command line; a signal to stop ends it with 128 plus the signal's number, and without a traceback."""
-    for number in _STOPS:
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as in `nohup` and in the background of a script
             signal.signal(number, _stop)
     try:
@@ -45,7 +43,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _leave_at_once() -> None:
-    for number in _STOPS:
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) == _stop:
             signal.signal(number, _leave)
 
@@ -53,7 +51,7 @@ def _leave_at_once() -> None:
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
     with suppress(OSError):
         cursor = "\x1b[?25h" if os.isatty(2) else ""  # a progress bar hides it
-        os.write(2, f"{cursor}{_STOPS[signal.Signals(number)]}\n".encode())
+        os.write(2, f"{cursor}{STOP_SIGNALS[number]}\n".encode())
     os._exit(128 + number)
 
 

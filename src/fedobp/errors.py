@@ -1,6 +1,10 @@
 """The one exception for user errors, and sentences that suggest the near miss."""
 
+import signal
 from collections.abc import Iterable
+
+# The signals that stop the command line, and the word that it then leaves on stderr.
+STOP_SIGNALS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 _LISTED = 50  # a table may have thousands of columns
 

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-from fedobp.cli.screen import next_run, show, stopwatch
+from fedobp.cli.output import next_command, print_result
+from fedobp.cli.progress import task_progress
+from fedobp.cli.settings import Json
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 DataDir = Annotated[str | None, typer.Option(help="Folder that holds datasets.")]
 
 data = typer.Typer()
@@ -29,7 +30,7 @@ def data_list(*, data_dir: DataDir = None, as_json: Json = False) -> None:
 
     folder = room.data_dir(data_dir)
     rows = [asdict(info) for info in room.catalogue(folder)]
-    show({"datasets": rows} if as_json else datasets_table(rows), f"Data folder: {folder}")
+    print_result({"datasets": rows} if as_json else datasets_table(rows), f"Data folder: {folder}")
 
 
 @data.command("fetch")
@@ -51,10 +52,10 @@ def data_fetch(
     from fedobp.report.tables import datasets_table
 
     folder = room.data_dir(data_dir)
-    with stopwatch() as advance:
+    with task_progress() as advance:
         rows = [asdict(info) for info in room.fetch(names, folder, advance)]
-    footer = f"Stored in {folder}. {next_run(names[0], data_dir)}"
-    show({"datasets": rows} if as_json else datasets_table(rows), footer)
+    footer = f"Stored in {folder}. {next_command(names[0], data_dir)}"
+    print_result({"datasets": rows} if as_json else datasets_table(rows), footer)
 
 
 @data.command("import")
@@ -89,15 +90,15 @@ def data_import(
     from fedobp.report.tables import datasets_table
 
     folder = room.data_dir(data_dir)
-    with stopwatch() as advance:
+    with task_progress() as advance:
         dataset = room.bring(name, source, folder, label=label, client=client, progress=advance)
     row = asdict(dataset.info)
     flags = room.flags_to_run(dataset)
     if flags is None:
         hint = f"{len(dataset.y)} samples are too few to train and test with: import more of them under another name."
     else:
-        hint = next_run(name, data_dir, *(word for pair in flags.items() for word in pair))
-    show(row if as_json else datasets_table([row]), f"Stored in {folder}. {hint}")
+        hint = next_command(name, data_dir, *(word for pair in flags.items() for word in pair))
+    print_result(row if as_json else datasets_table([row]), f"Stored in {folder}. {hint}")
 
 
 @data.command("show")
@@ -107,4 +108,4 @@ def data_show(name: str, *, data_dir: DataDir = None, as_json: Json = False) -> 
     from fedobp.report.tables import datasets_table
 
     row = asdict(room.describe(name, room.data_dir(data_dir)))
-    show(row if as_json else datasets_table([row]))
+    print_result(row if as_json else datasets_table([row]))
