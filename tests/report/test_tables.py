@@ -7,7 +7,7 @@ from rich.console import Console
 
 import fedobp
 from fedobp.federation import deal
-from fedobp.report.partition import heat_map
+from fedobp.report.heat_map import heat_map
 from fedobp.report.tables import compare_table, datasets_table, methods_table, run_table, summarise
 
 WIDTHS = [20, 40, 60, 80, 200]

@@ -41,19 +41,20 @@ def partition(
     """
     from fedobp.data import digest, save_partition
     from fedobp.federation import deal
-    from fedobp.report.partition import facts, heat_map, title
-    from fedobp.report.partition import plot as draw
+    from fedobp.report.heat_map import heat_map
+    from fedobp.report.partition import partition_summary, partition_title
+    from fedobp.report.plot import plot_partition
 
     config = make_config({**given, "partition_options": parse_pairs("--partition-set", partition_set)})
     dataset, shards = deal(config)
     lines = []
     if plot:
-        draw(dataset, shards, plot, title(config))
+        plot_partition(dataset, shards, plot, partition_title(config))
         lines.append(f"Picture: {plot}")
     found = save_partition(save, dataset, shards, config.dealt) if save else digest(dataset, shards)
     if save:
         lines.append(f"Saved. {next_command(config.dataset, given.get('data_dir'), '--partition-file', save)}")
     if as_json:
-        print_result({**facts(dataset, shards), "hash": found})
+        print_result({**partition_summary(dataset, shards), "hash": found})
     else:
         print_result(heat_map(dataset, shards, stdout_console().width), "\n".join([f"Hash: {found}", *lines]))

@@ -28,7 +28,7 @@ class _Table:
         """Add a cell for each column."""
         self._rows.append(cells)
 
-    def _first(self, count: int) -> Table:
+    def _with_columns(self, count: int) -> Table:
         table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         for position, column in enumerate(self._columns[:count]):
             table.add_column(column, justify="right" if position else "left", no_wrap=True)
@@ -39,7 +39,7 @@ class _Table:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         unlimited = options.update(max_width=10_000)
         for count in range(len(self._columns), 1, -1):
-            table = self._first(count)
+            table = self._with_columns(count)
             if console.measure(table, options=unlimited).maximum <= options.max_width:
                 yield table
                 if missing := self._columns[count:]:
@@ -50,7 +50,7 @@ class _Table:
             yield from (Text(f"{head}: {cell}") for head, cell in zip(self._columns[1:], cells, strict=True))
 
 
-def _bytes(count: float) -> str:
+def _format_bytes(count: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -58,7 +58,7 @@ def _bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def _protocol(protocol: Protocol) -> str:
+def _protocol_note(protocol: Protocol) -> str:
     which = "round " + str(protocol.rounds[-1])
     if protocol.pick == "best":
         which = "best of rounds " + ", ".join(map(str, protocol.rounds))
@@ -84,22 +84,23 @@ def run_table(result: Result) -> RenderableType:
         if column:
             values = (column.pooled, column.client_mean, column.client_std, column.worst_decile, column.balanced)
             table.add_row(name, *(f"{value:.2f}" for value in values))
+    down, up = _format_bytes(result.bytes.down_per_round), _format_bytes(result.bytes.up_per_round)
     cost = (
         f"Personal parameters per client: {result.personal.mean:,.0f} of {result.models.size:,}. Traffic per round: "
-        f"{_bytes(result.bytes.down_per_round)} down, {_bytes(result.bytes.up_per_round)} up. {result.seconds:.1f} s."
+        f"{down} down, {up} up. {result.seconds:.1f} s."
     )
-    lines = [_protocol(result.protocol), _majority([result]), *_newcomers([result]), cost]
+    lines = [_protocol_note(result.protocol), _majority_note([result]), *_new_clients_note([result]), cost]
     return Group(table, *map(Text, lines))
 
 
-def _newcomers(results: Sequence[Result]) -> list[str]:
+def _new_clients_note(results: Sequence[Result]) -> list[str]:
     held_out = results[0].config.holdout_clients
     if not held_out:
         return []
     return [f"New clients: {held_out} that are held out of all rounds and of the other numbers; one visit each."]
 
 
-def _majority(results: Sequence[Result]) -> str:
+def _majority_note(results: Sequence[Result]) -> str:
     guess = statistics.fmean(result.accuracy.majority_class for result in results)
     return f"Always answering each client's most frequent training label would give {guess:.2f}."
 
@@ -109,15 +110,15 @@ def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
     return [
         {
             "method": method,
-            **{name: _spread([getattr(r.accuracy, name) for r in runs]) for name in ("pooled", "client_mean")},
-            **{f"cold_{name}": _spread(values) for name, values in _cold(runs).items()},
+            **{name: _mean_and_std([getattr(r.accuracy, name) for r in runs]) for name in ("pooled", "client_mean")},
+            **{f"cold_{name}": _mean_and_std(values) for name, values in _new_client_accuracies(runs).items()},
             "seeds": [run.config.seed for run in runs],
         }
         for method, runs in _by_method(results).items()
     ]
 
 
-def _cold(runs: Sequence[Result]) -> dict[str, list[float]]:
+def _new_client_accuracies(runs: Sequence[Result]) -> dict[str, list[float]]:
     """Return pooled accuracies of clients that are held out, where there are any."""
     cold = [run.cold for run in runs if run.cold]
     return (
@@ -132,24 +133,24 @@ def _by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
     return grouped
 
 
-def _spread(values: Sequence[float]) -> dict[str, float | None]:
+def _mean_and_std(values: Sequence[float]) -> dict[str, float | None]:
     return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else None}
 
 
 def compare_table(results: Sequence[Result]) -> RenderableType:
     """Return several methods side by side, in the order given."""
     seeds = sorted({result.config.seed for result in results})
-    accuracies = ["pooled", "client_mean", *(f"cold_{name}" for name in _cold(results))]
+    accuracies = ["pooled", "client_mean", *(f"cold_{name}" for name in _new_client_accuracies(results))]
     heads = {"client_mean": "client mean", "cold_served": "new client", "cold_visited": "after a visit"}
     names = [heads.get(name, name) for name in accuracies]
     table = _Table("method", *names, "personal", "down", "up", "seconds")
     for row, runs in zip(summarise(results), _by_method(results).values(), strict=True):
         table.add_row(
             row["method"],
-            *(_plus_minus(row[name]) for name in accuracies),
+            *(_format_mean_and_std(row[name]) for name in accuracies),
             f"{statistics.fmean(run.personal.mean for run in runs):,.0f}",
-            _bytes(statistics.fmean(run.bytes.down_per_round for run in runs)),
-            _bytes(statistics.fmean(run.bytes.up_per_round for run in runs)),
+            _format_bytes(statistics.fmean(run.bytes.down_per_round for run in runs)),
+            _format_bytes(statistics.fmean(run.bytes.up_per_round for run in runs)),
             f"{statistics.fmean(run.seconds for run in runs):.1f}",
         )
     seen = f"Seed {seeds[0]}." if len(seeds) == 1 else f"Mean ± deviation (n - 1) over seeds {seeds[0]} to {seeds[-1]}."
@@ -157,11 +158,17 @@ def compare_table(results: Sequence[Result]) -> RenderableType:
         f"Personal: a client's own parameters, of {results[0].models.size:,}. Down, up: the cohort's payload per round."
     )
     shares = "Seconds: a run's equal share of the time, because runs train side by side."
-    lines = (f"{_protocol(results[0].protocol)} {seen}", units, shares, _majority(results), *_newcomers(results))
+    lines = (
+        f"{_protocol_note(results[0].protocol)} {seen}",
+        units,
+        shares,
+        _majority_note(results),
+        *_new_clients_note(results),
+    )
     return Group(table, *map(Text, lines))
 
 
-def _plus_minus(spread: dict[str, float | None]) -> str:
+def _format_mean_and_std(spread: dict[str, float | None]) -> str:
     return f"{spread['mean']:.2f}" + (f" ± {spread['std']:.2f}" if spread["std"] is not None else "")
 
 
@@ -182,7 +189,7 @@ def bench_table(found: Mapping[str, Any]) -> RenderableType:
             f"{row['share_of_peak']:.0%}",
             f"{row['seconds_per_round']:.2f}",
             f"{row['speedup']:.2f}x",
-            _duration(row["seconds_per_run"]),
+            _format_duration(row["seconds_per_run"]),
         )
     spread = f"Dirichlet({found['alpha']:g})" if found["partition"] == "dirichlet" else found["partition"].upper()
     threads = f"{found['threads']} CPU thread" + "s" * (found["threads"] > 1)
@@ -203,7 +210,7 @@ def bench_table(found: Mapping[str, Any]) -> RenderableType:
     return Group(table, *map(Text, lines))
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.1f} s"
     minutes = round(seconds / 60)
