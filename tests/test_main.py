@@ -1,4 +1,4 @@
-"""Signals: the word on stderr, the exit code, and what is left of an interrupted run."""
+"""Stop signals: the message on stderr, the exit code, and the files of an interrupted run."""
 
 import json
 import signal
@@ -29,11 +29,11 @@ def test_interrupting_a_run_exits_130_without_a_traceback_and_keeps_the_metrics(
     assert not list(tmp_path.rglob("*.part"))
 
 
-# Each sends its own process a signal at a certain moment.
+# Each case sends its own process a signal, at another point of its life.
 STOP = "import os, signal, sys; stop = lambda number=signal.SIGINT: os.kill(os.getpid(), number)\n"
 
 
-MOMENTS = {
+CASES = {
     "in a command": """
 import fedobp.cli.app
 fedobp.cli.app.app = lambda **_: stop()
@@ -84,10 +84,10 @@ sys.argv = ["fedobp", "--version"]
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_signal_to_stop_leaves_a_word_and_its_exit_code(moment, ran):
-    said = ran("-c", STOP + MOMENTS[moment] + "from fedobp.__main__ import main; main()")
-    assert (said.code, said.err) == ((143, "terminated\n") if "SIGTERM" in moment else (130, "interrupted\n"))
+@pytest.mark.parametrize("case", CASES)
+def test_a_stop_signal_has_its_message_and_exit_code(case, ran):
+    said = ran("-c", STOP + CASES[case] + "from fedobp.__main__ import main; main()")
+    assert (said.code, said.err) == ((143, "terminated\n") if "SIGTERM" in case else (130, "interrupted\n"))
     assert "too late" not in said.out
 
 

@@ -1,4 +1,4 @@
-"""Settings and files that tests of commands share."""
+"""Settings and files shared by the tests of commands."""
 
 import numpy as np
 

@@ -74,7 +74,7 @@ from fedobp import cli
     ids=map(str, count()),
 )
 @pytest.mark.parametrize("as_json", [False, True])
-def test_what_the_user_can_put_right_is_one_sentence_and_exit_code_2(command, arguments, sentence, as_json):
+def test_a_user_error_is_one_sentence_and_exit_code_2(command, arguments, sentence, as_json):
     said = command(*arguments, *(["--json"] if as_json and len(arguments) > 1 else []))
     assert said.code == 2
     assert said.out == ""
@@ -104,7 +104,7 @@ def test_too_little_memory_is_one_sentence(command, monkeypatch, error):
     assert said.err.startswith("error: there is not enough memory: use a smaller --participation")
 
 
-def test_an_error_of_ours_is_not_hidden(monkeypatch):
+def test_a_bug_is_not_hidden(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["fedobp", "methods"])
     for error in (RuntimeError("a bug"), OSError("a bug")):
         monkeypatch.setattr("fedobp.cli.methods.print_result", Mock(side_effect=error))

@@ -46,7 +46,7 @@ def test_standard_output_may_be_gone_closed_or_full(command, monkeypatch, argume
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", output)
         said = command(*arguments)
-        sys.stdout.close()  # what it still holds goes nowhere
+        sys.stdout.close()  # what is buffered is discarded
     full = "error: cannot write the output (No space left on device): send it elsewhere\n"
     assert (said.code, said.err) == ((2, full) if stream == "full" else (0, ""))
     assert "run" not in arguments or Path("here/result.json").exists()
@@ -54,13 +54,13 @@ def test_standard_output_may_be_gone_closed_or_full(command, monkeypatch, argume
 
 @pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full", "<&- >&- 2>&-"])
 @pytest.mark.parametrize(("arguments", "code"), [("--version", 0), ("run --rounds x", 2)])
-def test_the_exit_code_does_not_depend_on_who_reads(closed, arguments, code, ran):
+def test_the_exit_code_does_not_depend_on_the_reader(closed, arguments, code, ran):
     said = ran("-c", f"{sys.executable} -m fedobp {arguments} {closed}", program="/bin/bash")
     assert (said.code, said.err) == (code, "")
 
 
-def test_a_failure_of_standard_output_that_a_library_ignored_is_still_said(ran):
-    """Unbuffered, already the empty text fails with which click finds out what a stream takes."""
+def test_a_failure_of_standard_output_that_a_library_ignored_is_still_reported(ran):
+    """Unbuffered: click writes an empty text to find out a stream's type, and that fails already."""
     said = ran("-c", f"{sys.executable} -u -m fedobp --version >/dev/full", program="/bin/bash")
     assert said.code == 2
     assert said.err.startswith("error: cannot write the output")

@@ -93,7 +93,7 @@ def test_clients_are_told_apart_by_their_whole_number(tmp_path):
 
 
 @pytest.mark.parametrize("entries", [(3,), range(8)])
-def test_a_state_dict_is_the_callers_own(entries):
+def test_a_state_dict_is_a_copy(entries):
     made = ClientModels(LAYOUT, SHARED)
     theta, mine = personal(*entries)
     made.add(0, theta, mine)
@@ -105,7 +105,7 @@ def test_a_state_dict_is_the_callers_own(entries):
     assert made.state_dict(0)["fc.weight"][1, 0] == -4
 
 
-def test_a_model_that_differs_outside_its_own_entries_is_a_mistake():
+def test_a_model_that_differs_outside_its_personal_entries_is_a_bug():
     theta, mine = personal(1, 7)
     theta[3] += 1
     with pytest.raises(AssertionError, match="must be the global model's"):
@@ -129,7 +129,7 @@ def test_personal_files_are_small(tmp_path):
     for client in range(clients):
         made.add(client, *personal(*range(client, client + 10), size=size))
     made.save(tmp_path / "models", clients=True, about={})
-    # Ten entries of 8 + 4 bytes each and about 150 bytes of header a client, where whole models are 8 MB.
+    # Ten entries of 8 + 4 bytes each and about 150 bytes of header per client, against 8 MB for whole models.
     assert (tmp_path / "models" / "clients.safetensors").stat().st_size < clients * (120 + 250)
     assert (tmp_path / "models" / "global.safetensors").stat().st_size < 4 * size + 1000
 
@@ -149,7 +149,7 @@ def test_values_keep_their_precision(tmp_path, dtype):
 # Refusals.
 
 
-def test_an_unknown_client_is_told_which_there_are(tmp_path):
+def test_the_error_for_an_unknown_client_names_the_clients(tmp_path):
     made = saved(tmp_path, none=(), two=(1, 7), eight=range(8))
     for ask in (made.state_dict, lambda client: load_state_dict(tmp_path, client)):
         for client in (3, -1):
@@ -187,7 +187,7 @@ def test_a_damaged_file_is_refused(tmp_path, name, damage):
         load_state_dict(tmp_path, 0)
 
 
-def test_a_safetensors_file_of_somebody_else_is_refused(tmp_path):
+def test_a_safetensors_file_without_our_metadata_is_refused(tmp_path):
     (tmp_path / "models").mkdir()
     save_file({"weight": torch.zeros(3)}, tmp_path / "models" / "global.safetensors")
     with pytest.raises(FedobpError, match="holds no readable models"):
@@ -217,7 +217,7 @@ def test_clients_that_do_not_fit_the_global_model_are_refused(tmp_path, entries)
 
 @pytest.fixture(scope="module", params=["fedobp", "fedavg", "fedper", "local", "fedavg-ft"])
 def run(request, tmp_path_factory):
-    """A tiny run of each kind of method: few, no, some and all entries personal."""
+    """A tiny run of methods with few, no, some and all entries personal."""
     out = tmp_path_factory.mktemp("run")
     config = Config(
         dataset="digits", clients=5, rounds=2, epochs=1, model="mlp", participation=0.6, method=request.param

@@ -1,4 +1,4 @@
-"""The command line: parse, call, print. Heavy imports happen inside the command that needs them."""
+"""The command line. Each command imports what it needs when it runs, so that `--help` loads neither torch nor numpy."""
 
 from fedobp.cli.app import main
 

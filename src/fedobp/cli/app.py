@@ -1,4 +1,4 @@
-"""The command line as a whole: its commands, its exit codes, and how errors end it."""
+"""The Typer application: commands, exit codes and error handling."""
 
 import re
 import sys
@@ -23,16 +23,16 @@ for command in (run, compare, partition, bench, methods):
     app.command()(command)
 app.add_typer(data, name="data")
 
-# typer carries its own copy of click in newer versions: take the class of usage errors from typer itself.
+# Newer versions of typer bundle click, so the class of usage errors is taken from typer itself.
 _UsageError: Any = typer.BadParameter.__bases__[0]
-# torch's, of CUDA and of the CPU; what the system says where not even a library finds room.
+# Out of memory: torch on CUDA and on the CPU, C++, threads, and shared libraries that cannot be loaded.
 _NO_MEMORY = re.compile("OutOfMemoryError|can't allocate memory|bad_alloc|can't start new thread|failed to map segment")
 
 
 def main() -> NoReturn:
     """Run the command line.
 
-    Exit codes: 0 it worked, also where the reader of the output has gone; 2 a user error, in one sentence;
+    Exit codes: 0 success, also if the reader of the output is gone; 2 a user error, in one sentence;
     130 interrupted (Ctrl-C); 143 terminated (SIGTERM).
     """
     code: Any
@@ -46,7 +46,7 @@ def main() -> NoReturn:
     except FedobpError as error:
         code = print_error(str(error), 1000)
     except _UsageError as error:
-        # typer and click each suggest the nearest command: once is enough.
+        # Both typer and click suggest the nearest command; print it once.
         code = print_error(re.sub(r"( Did you mean [^?]*\?)\1", r"\1", error.format_message()), 300)
     except (MemoryError, RuntimeError, ImportError) as error:
         if not isinstance(error, MemoryError) and not _NO_MEMORY.search(f"{type(error).__name__}: {error}"):
@@ -59,10 +59,10 @@ def main() -> NoReturn:
         code = print_error(f"cannot use {place} ({error.strerror}): choose another place or name", 300)
     except Stopped as stop:
         code = stop.code
-    except (KeyboardInterrupt, typer.Abort):  # in Python, where no signal handler of ours is set
+    except (KeyboardInterrupt, typer.Abort):  # called from Python, without the signal handlers of `__main__`
         code = 130
     except OutputError as error:
-        # The reader of our output has gone (`fedobp methods | head`): that is no error.
+        # A reader that closes the pipe early (`fedobp methods | head`) is no error.
         gone = isinstance(error.reason, BrokenPipeError)
         code = 0 if gone else print_error(f"cannot write the output ({error.reason.strerror}): send it elsewhere", 300)
     if isinstance(code, int) and code - 128 in STOP_SIGNALS:
@@ -71,7 +71,7 @@ def main() -> NoReturn:
 
 
 def _refuse_blanks(arguments: list[str]) -> None:
-    """Refuse arguments and values of flags that are empty or blank, or that hold what no name or path can."""
+    """Refuse empty or blank arguments and flag values, and those with a zero byte."""
     for before, argument in zip(["", *arguments], arguments, strict=False):
         name, equals, value = argument.partition("=") if argument.startswith("--") else (before, "=", argument)
         if equals and not value.strip():

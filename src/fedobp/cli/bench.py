@@ -20,13 +20,13 @@ _BENCH_SETTINGS = (
 def bench(
     *,
     given: Mapping[str, Any],
-    runs: Annotated[int, typer.Option(help="Runs that train side by side, each with a seed of its own.")] = 1,
+    runs: Annotated[int, typer.Option(help="Runs that train side by side, each with another seed.")] = 1,
     seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 30.0,
     as_json: Json = False,
 ) -> None:
     """Measure how fast this machine trains, and how long a run would take.
 
-    No data is needed: where a dataset's file is not there, random images of its shape and size take its place.
+    No data is needed: if a dataset's file is missing, random images of its shape and size replace it.
 
     [bold]Examples[/bold]
 

@@ -40,9 +40,9 @@ def compare(
     *,
     given: Mapping[str, Any],
     methods: Annotated[
-        str, typer.Option(help="Methods to compare, separated by commas; `all`: every one.")
+        str, typer.Option(help="Methods to compare, separated by commas; `all`: all methods.")
     ] = "fedobp,fedavg,fedavg-last,local,fedper",
-    seeds: Annotated[int, typer.Option(help="How many seeds: the seed, the seed + 1, ...", min=1)] = 1,
+    seeds: Annotated[int, typer.Option(help="Number of seeds: the seed, the seed + 1, ...", min=1)] = 1,
     set_: Set = None,
     q: Q = None,
     partition_set: PartitionSet = None,
@@ -51,8 +51,8 @@ def compare(
         typer.Option(
             "--config",
             metavar="FILE.toml",
-            help="The compare.toml of another comparison, to repeat it to the same bytes; only --out and --json go "
-            "with it.",
+            help="The compare.toml of another comparison, to repeat it byte for byte; only --out and --json are "
+            "allowed with it.",
         ),
     ] = None,
     out: Out = None,
@@ -60,7 +60,7 @@ def compare(
 ) -> None:
     """Train several methods under one protocol and print one table.
 
-    An option given with --set applies to every method that has it. A method that fails does not end the others.
+    An option given with --set applies to every method that has it. If a method fails, the others continue.
 
     [bold]Examples[/bold]
 
@@ -98,7 +98,7 @@ def compare(
     try:
         found, failures, bug = _train(configs, launches, [folder / name for name in names])
     finally:
-        released = release(folder, "compare.toml", names, new)  # where no run could start, it is free for the next try
+        released = release(folder, "compare.toml", names, new)  # if no run has started, the folder can be used again
     failed += failures
     results = [result for result in found if result is not None]
     content: dict[str, Any] = {"runs": [result.to_json() for result in results], "table": summarise(results)}
@@ -113,7 +113,7 @@ def compare(
 
 
 def _refuse_flags(context: typer.Context, *allowed: str) -> None:
-    """Refuse flags that were given, but for some."""
+    """Refuse all flags on the command line that are not allowed."""
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if source is not None and source.name == "COMMANDLINE" and parameter.name not in allowed:
@@ -134,7 +134,8 @@ def _requested(
             f"--seeds {short(seeds)} of {count} methods are more than the {_MOST_RUNS:,} runs that a comparison may "
             "have: use fewer, and several comparisons with other values of --seed"
         )
-    common = make_config({**given, "seed": span[-1], "method": "fedavg"})  # what concerns every run is said at once
+    # An error that concerns all runs is raised here, once.
+    common = make_config({**given, "seed": span[-1], "method": "fedavg"})
     given = {**given, "clients": common.clients, "alpha": common.alpha}
     loaded, failed = _load_methods(methods, span)
     fields = {name: [spec.name for spec in method.options()] for name, method in loaded.items()}
@@ -178,7 +179,7 @@ def _check_options(options: Iterable[str], fields: Mapping[str, Sequence[str]]) 
 
 
 def _make_configs(requested: Sequence[Mapping[str, Any]]) -> "tuple[dict[int, Config], list[Failure]]":
-    """Return the configurations by position in `requested`, and a failure for each that is refused."""
+    """Return the valid configurations by position in `requested`, and a failure for each invalid one."""
     from fedobp.federation import Failure
 
     made: dict[int, Config] = {}
@@ -192,7 +193,10 @@ def _make_configs(requested: Sequence[Mapping[str, Any]]) -> "tuple[dict[int, Co
 
 
 def _launches(made: Mapping[int, Config], launches: Sequence[Sequence[int]] | None) -> list[list[int]]:
-    """Return which runs share a launch, by position among those made: a file's launches, or as many as fit."""
+    """Return which runs share a launch, by index into the valid configurations.
+
+    Launches from a file are kept, without the runs whose configuration is invalid.
+    """
     from fedobp.federation import launches_of
 
     if launches is None:
@@ -205,7 +209,7 @@ def _launches(made: Mapping[int, Config], launches: Sequence[Sequence[int]] | No
 def _train(
     configs: Sequence[Config], launches: Sequence[Sequence[int]], folders: Sequence[Path]
 ) -> "tuple[Sequence[Result | None], list[Failure], BaseException | None]":
-    """Train all runs; return their results (None: it failed), the failures, and the first bug among these."""
+    """Train all runs; return their results (None for a failed run), the failures, and the first bug among them."""
     from fedobp.federation import SweepError, sweep
 
     label = f"{len(configs)} runs"

@@ -8,7 +8,7 @@ from fedobp.errors import FedobpError
 
 
 def methods(*, as_json: Json = False) -> None:
-    """List every method with its idea, its paper, its options and their defaults."""
+    """List all methods with summary, paper, options and defaults."""
     from fedobp.algorithms import available
     from fedobp.report.tables import methods_table
 

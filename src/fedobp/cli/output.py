@@ -1,4 +1,4 @@
-"""What commands print: JSON or something to read on stdout, notes and errors on stderr."""
+"""Output of commands: JSON or tables on stdout, notes and errors on stderr."""
 
 import io
 import json
@@ -20,14 +20,17 @@ if TYPE_CHECKING:
 
 
 class OutputError(Exception):
-    """Standard output did not take what was printed; other files fail with errors of their own."""
+    """Writing to standard output failed; `reason` is the OSError. Failures of other files are other exceptions."""
 
     def __init__(self, reason: OSError) -> None:
         self.reason = reason
 
 
 class StandardOutput:
-    """Standard output that says whose failure it was, and drops the rest: the interpreter flushes it once more."""
+    """Standard output whose failures raise `OutputError`.
+
+    After a failure the rest is discarded, because the interpreter flushes the stream again at exit.
+    """
 
     def __init__(self) -> None:
         _reserve_descriptors()
@@ -36,22 +39,22 @@ class StandardOutput:
             if stream is None:  # closed by the caller, as in `fedobp methods >&-`
                 setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
             elif isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # a terminal that cannot show ± still gets the rest
+                stream.reconfigure(errors="replace")  # for terminals whose encoding has no ±
         self._stream = sys.stdout
-        self._failed: OSError | None = None  # whoever printed may have ignored it
+        self._failed: OSError | None = None  # raised again if the caller ignored it
         if not self._stream.isatty():
-            os.environ.setdefault("_TYPER_FORCE_DISABLE_TERMINAL", "1")  # typer takes a CI service for a terminal
+            os.environ.setdefault("_TYPER_FORCE_DISABLE_TERMINAL", "1")  # typer treats CI services as terminals
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write, or say that it was this stream that failed."""
+        """Write, or raise `OutputError`."""
         with self._watched():
             return self._stream.write(text)
 
     def flush(self) -> None:
-        """Flush, or say that it was this stream that failed."""
+        """Flush, or raise `OutputError`."""
         with self._watched():
             self._stream.flush()
 
@@ -68,23 +71,23 @@ class StandardOutput:
 
 
 def _reserve_descriptors() -> None:
-    """Take the numbers of closed standard streams, so that no file of ours gets what a library prints there."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+    """Open the descriptors 0 to 2 that are closed, so that no file gets one and receives what a library prints."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
-    os.close(number)
+    os.close(descriptor)
 
 
 def _discard(stream: TextIO) -> None:
-    """Send what a stream still holds, and all that follows, nowhere."""
-    with suppress(OSError):  # a stream in memory has no number
+    """Redirect a stream to the null device, with what it has buffered."""
+    with suppress(OSError):  # a stream in memory has no descriptor
         target = stream.fileno()
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, target)
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, target)
+        os.close(null)
 
 
 def print_stderr(line: str) -> None:
-    """Write a line to stderr, if anybody takes it."""
+    """Write a line to stderr; a closed or full stderr is ignored."""
     try:
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
@@ -104,7 +107,7 @@ def print_error(sentence: str, limit: int) -> int:
 
 
 def report_failures(error: FedobpError, bug: BaseException | None = None) -> typer.Exit:
-    """Print every line of an error, after the traceback of a bug, and return what ends the command."""
+    """Print each line of an error, after the traceback of a bug; return the exception that ends the command."""
     if bug:
         traceback.print_exception(bug)
     for line in str(error).splitlines():
@@ -113,7 +116,7 @@ def report_failures(error: FedobpError, bug: BaseException | None = None) -> typ
 
 
 def stdout_console() -> "Console":
-    """Return where to print: without colour where nobody sees it."""
+    """Return a console on stdout, without colour if stdout is no terminal or NO_COLOR is set."""
     from rich.console import Console
 
     if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
@@ -122,7 +125,7 @@ def stdout_console() -> "Console":
 
 
 def print_result(content: "Mapping[str, Any] | RenderableType", footer: str = "") -> None:
-    """Print a JSON object alone, or something to read with a line after it."""
+    """Print a JSON object alone, or a table with a footer."""
     if isinstance(content, dict):
         sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
         return
@@ -133,6 +136,6 @@ def print_result(content: "Mapping[str, Any] | RenderableType", footer: str = ""
 
 
 def next_command(dataset: str, data_dir: str | None, *flags: object) -> str:
-    """Return the sentence that names a run to go on with: quoted for a shell, in the data folder that was named."""
+    """Return the hint for the next command: a run on this dataset, quoted for a shell."""
     place = [] if data_dir is None else ["--data-dir", data_dir]
     return f"Next: {shlex.join(['fedobp', 'run', '--dataset', dataset, *place, *map(str, flags)])}"

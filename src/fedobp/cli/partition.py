@@ -1,4 +1,4 @@
-"""`fedobp partition`: show how a dataset falls on clients."""
+"""`fedobp partition`: show how a dataset is partitioned over clients."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,13 +20,13 @@ def partition(
     *,
     given: Mapping[str, Any],
     partition_set: PartitionSet = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also draw it into a file.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also plot it into a file.")] = None,
     save: Annotated[
         Path | None, typer.Option(metavar="NAME", help="Also write NAME.npz and NAME.json, for --partition-file.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show how a dataset falls on clients: labels by client, sizes, and how much the clients differ.
+    """Show how a dataset is partitioned over clients: labels by client, sizes and label skew.
 
     Options of partitions: per_client of shards, k of classes, beta of quantity, change and noise of feature.
 

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 def _bars_disabled() -> bool:
-    """Say whether there is nobody to show a bar to: no terminal, or NO_COLOR."""
+    """Return whether to show no bars: stderr is no terminal, or NO_COLOR is set."""
     return not sys.stderr.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
 
 
 @contextmanager
 def task_progress() -> Iterator[Callable[[str, float], None]]:
-    """Show on stderr what is under way and how much of its time is gone."""
+    """Show a bar on stderr; the function it yields takes the current step's name and the share that is done."""
     if _bars_disabled():
         yield lambda what, share: None
         return
@@ -33,7 +33,7 @@ def task_progress() -> Iterator[Callable[[str, float], None]]:
 
 @contextmanager
 def round_progress(runs: int, rounds: int) -> Iterator[Callable[[str, "Progress"], None]]:
-    """Show a bar on stderr while runs advance; nothing without a terminal or with NO_COLOR."""
+    """Show a bar of rounds on stderr; the function it yields takes a label and a run's progress."""
     if _bars_disabled():
         yield lambda label, at: None
         return

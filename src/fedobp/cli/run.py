@@ -62,9 +62,9 @@ def run(
 def _merged(
     base: Mapping[str, Any], given: Mapping[str, Any], options: Mapping[str, Any], partition_options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a configuration file's settings, replaced by those that are given.
+    """Return the settings of a configuration file with those of the command line on top.
 
-    The file's options go with its method, and those of its partition with that partition.
+    The file's method options are kept if the method is the same, its partition options if the partition is.
     """
     merged = {**base, **given}
     for name, table, more in (("method", "options", options), ("partition", "partition_options", partition_options)):

@@ -1,4 +1,4 @@
-"""Flags: those made from the fields of `Config`, and those that several commands share."""
+"""Command-line flags: those made from the fields of `Config`, and those shared by several commands."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -21,22 +21,22 @@ PartitionSet = Annotated[
         "--partition-set", metavar="NAME=VALUE", help="An option of the partition; see fedobp partition --help."
     ),
 ]
-Q = Annotated[float | None, typer.Option("--q", help="Short for --set q=...: the quantile of FedOBP.")]
+Q = Annotated[float | None, typer.Option("--q", help="Short for --set q=..., the quantile of FedOBP.")]
 Out = Annotated[Path | None, typer.Option(help="Folder to write to (default: a new one under runs/).")]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
         "--config",
         metavar="FILE.toml",
-        help="Settings to start from, such as a run's own; what it holds stays unless a flag says otherwise.",
+        help="Settings to start from, such as the config.toml of a run; flags override them.",
     ),
 ]
 
 
 def with_settings(*names: str, **defaults: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command a flag for each named setting of `Config`; it receives those given as one mapping, `given`.
+    """Give a command a flag for each named setting of `Config`; it receives the given ones as one mapping, `given`.
 
-    `defaults` replace the settings' own.
+    `defaults` replace the defaults of `Config`.
     """
 
     def wrap(command: Callable[..., None]) -> Callable[..., None]:
@@ -71,7 +71,7 @@ def with_settings(*names: str, **defaults: str) -> Callable[[Callable[..., None]
 
 
 def make_config(given: Mapping[str, Any]) -> Config:
-    """Return the settings, and say which numbers were chosen for one's own data."""
+    """Return the configuration; a note names the values chosen by size for an imported dataset."""
     from fedobp.data import KNOWN
 
     config = Config(**given)
@@ -84,13 +84,13 @@ def make_config(given: Mapping[str, Any]) -> Config:
 
 
 def method_options(pairs: list[str] | None, q: float | None) -> dict[str, Any]:
-    """Return the method's options given with --set and --q."""
+    """Return the method's options from --set and --q."""
     options = parse_pairs("--set", pairs)
     return options if q is None else {**options, "q": q}
 
 
 def parse_pairs(flag: str, pairs: list[str] | None) -> dict[str, Any]:
-    """Return what was given as NAME=VALUE with a flag."""
+    """Return the values of a flag that takes NAME=VALUE."""
     found: dict[str, Any] = {}
     for pair in pairs or []:
         name, equals, value = pair.partition("=")

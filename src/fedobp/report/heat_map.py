@@ -11,7 +11,7 @@ from fedobp.data import Dataset, Shard
 from fedobp.report.partition import label_counts, label_skew
 
 _SHADES = " ·░▒▓█"
-_MOST_LINES = 100  # clients
+_MOST_LINES = 100  # at most this many clients
 
 
 def _levels(counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -25,7 +25,7 @@ def heat_map(dataset: Dataset, shards: Sequence[Shard], columns: int) -> Rendera
     counts = label_counts(dataset, shards)
     levels = _levels(counts)
     sizes = counts.sum(axis=1)
-    sized = columns >= 32  # so that ten labels find room beside the sizes
+    sized = columns >= 32  # so that ten labels fit beside the sizes
     head = "client   train  test  " if sized else "client  "
     width = 2 if len(head) + 2 * dataset.classes <= columns else 1
     per_block = max(1, (columns - len(head)) // width)
@@ -64,5 +64,5 @@ def heat_map(dataset: Dataset, shards: Sequence[Shard], columns: int) -> Rendera
 
 
 def _ruler(dataset: Dataset, label: int, width: int) -> str:
-    """Return a label's column head: its name, or the last letters of it where there is no room."""
+    """Return the column head of a label: its name, or the last characters of it that fit."""
     return str(dataset.labels[label])[-width:].rjust(width)

@@ -1,4 +1,4 @@
-"""What describes a partition: label counts, label skew and a title."""
+"""A partition in numbers: label counts and label skew of clients."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,34 +11,34 @@ from fedobp.data import Dataset, Shard
 
 
 def label_counts(dataset: Dataset, shards: Sequence[Shard]) -> NDArray[np.int64]:
-    """Return [clients, labels]: how often each label occurs on each client, in all its parts together."""
+    """Return [clients, labels]: the samples of each label on each client, all parts together."""
     return np.stack([np.bincount(dataset.y[shard.samples], minlength=dataset.classes) for shard in shards])
 
 
 class LabelSkew(NamedTuple):
-    """How much clients differ."""
+    """How much the label distributions of clients differ."""
 
-    entropy: NDArray[np.float64]  # of each client's mix of labels, in bits; 0: one label
-    entropy_of_all: float
-    # Of each client's mix from that of all together, as Zhao et al. (2018) have it: the sum of the absolute
-    # differences; 0: the same, 2: nothing in common.
+    entropy: NDArray[np.float64]  # of each client's label distribution, in bits; 0: one label
+    entropy_of_all: float  # of the label distribution of all clients together
+    # Each client's distance to the label distribution of all clients, as Zhao et al. (2018) define it: the sum of the
+    # absolute differences; 0: the same, 2: nothing in common.
     emd: NDArray[np.float64]
 
 
 def label_skew(counts: NDArray[np.int64]) -> LabelSkew:
-    """Return the label entropy of clients, and their earth mover's distance to the mix of all."""
-    everyone = counts.sum(axis=0) / counts.sum()
-    mixes = counts / counts.sum(axis=1, keepdims=True)
-    return LabelSkew(_entropy(mixes), float(_entropy(everyone[None])[0]), np.abs(mixes - everyone).sum(axis=1))
+    """Return the label entropy of clients, and their earth mover's distance to the distribution of all."""
+    overall = counts.sum(axis=0) / counts.sum()
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    return LabelSkew(_entropy(shares), float(_entropy(overall[None])[0]), np.abs(shares - overall).sum(axis=1))
 
 
-def _entropy(mixes: NDArray[np.float64]) -> NDArray[np.float64]:
-    bits: NDArray[np.float64] = -(mixes * np.log2(np.where(mixes > 0, mixes, 1.0))).sum(axis=1)
-    return np.abs(bits)  # and no -0.0
+def _entropy(shares: NDArray[np.float64]) -> NDArray[np.float64]:
+    bits: NDArray[np.float64] = -(shares * np.log2(np.where(shares > 0, shares, 1.0))).sum(axis=1)
+    return np.abs(bits)  # not -0.0
 
 
 def partition_summary(dataset: Dataset, shards: Sequence[Shard]) -> dict[str, Any]:
-    """Return a partition as plain values: what `fedobp partition --json` prints, but for the hash."""
+    """Return a partition as plain values: what `fedobp partition --json` prints, except for the hash."""
     counts = label_counts(dataset, shards)
     found = label_skew(counts)
     clients = []
@@ -63,7 +63,7 @@ def partition_summary(dataset: Dataset, shards: Sequence[Shard]) -> dict[str, An
 
 
 def partition_title(config: Config) -> str:
-    """Return what a partition is, in a line."""
+    """Return one line with the dataset, the partition, the number of clients and the seed."""
     kind = config.partition
     if kind.startswith("dirichlet"):
         kind += f"({config.alpha:g})"

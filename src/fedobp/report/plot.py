@@ -1,4 +1,4 @@
-"""A partition as a picture: circles or a heat map of labels by clients, and bars of what differs between clients."""
+"""Plots of partitions: labels by clients as circles or as a heat map, and bars of each client's size and label skew."""
 
 import io
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from fedobp.report.partition import label_counts, label_skew
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MOST_CIRCLES = 40  # clients, or labels, in a picture with circles
-_CIRCLE = 300  # the largest one's area, in square points
+_MOST_CIRCLES = 40  # at most this many clients and labels are drawn as circles
+_CIRCLE = 300  # area of the largest circle, in square points
 _DARK, _LIGHT = "#225ea8", "#7fcdbb"
 
 
 def plot_partition(dataset: Dataset, shards: Sequence[Shard], path: Path, title: str) -> None:
-    """Draw labels by clients, and below them sizes, entropy and distance, into a PNG, PDF or SVG file.
+    """Plot labels by clients, and below them sizes, entropy and distance, into a PNG, PDF or SVG file.
 
-    Few clients are drawn with circles, whose area counts samples. Many are drawn as a heat map, those beside each other
-    that have the same most frequent label.
+    Few clients are drawn as circles with an area proportional to the samples. Many are drawn as a heat map, sorted by
+    their most frequent label.
     """
     import matplotlib
 
@@ -62,7 +62,7 @@ def plot_partition(dataset: Dataset, shards: Sequence[Shard], path: Path, title:
                              interpolation="nearest", origin="lower")  # fmt: skip
         figure.colorbar(image, ax=cells, label="samples (white: none)", pad=0.01)
     cells.set(ylabel="label", ylim=(-0.6, labels - 0.4), xlim=(-0.6, clients - 0.4))
-    # Names may have dollars in them, which are no formulas.
+    # Dollar signs in names are no formulas.
     cells.set_title(title, parse_math=False)
     if labels <= 30:
         cells.set_yticks(range(labels), [_short(str(label)) for label in dataset.labels], parse_math=False)
@@ -94,7 +94,7 @@ def plot_partition(dataset: Dataset, shards: Sequence[Shard], path: Path, title:
 
 
 def _order(counts: NDArray[np.int64], shards: Sequence[Shard]) -> list[int]:
-    """Return clients by whether they are held out, by their most frequent label, and by its share."""
+    """Return clients sorted by whether they are held out, by their most frequent label, and by its share."""
     shares = counts.max(axis=1) / counts.sum(axis=1)
     held_out = np.array([shard.held_out for shard in shards])
     order: list[int] = np.lexsort((-shares, counts.argmax(axis=1), held_out)).tolist()
@@ -102,7 +102,7 @@ def _order(counts: NDArray[np.int64], shards: Sequence[Shard]) -> list[int]:
 
 
 def _circles(panel: "Axes", counts: NDArray[np.int64]) -> None:
-    """Draw a circle for each label on each client; the largest just fits between its neighbours."""
+    """Draw a circle for each label on each client."""
     client, label = counts.nonzero()
     samples = counts[client, label]
     panel.scatter(client, label, s=_CIRCLE * samples / counts.max(), color=_DARK, alpha=0.85, linewidths=0)
@@ -115,7 +115,7 @@ def _circles(panel: "Axes", counts: NDArray[np.int64]) -> None:
 
 
 def _bars(panel: "Axes", top: NDArray[Any], bottom: NDArray[Any] | float = 0.0, **look: Any) -> None:
-    """Draw a bar for each client; many are one outline, because bars thinner than a pixel would come and go."""
+    """Draw a bar for each client; many are one filled outline, because bars below a pixel's width look uneven."""
     if len(top) <= 100:
         panel.bar(range(len(top)), top - bottom, bottom=bottom, **look)
     else:
@@ -123,7 +123,7 @@ def _bars(panel: "Axes", top: NDArray[Any], bottom: NDArray[Any] | float = 0.0, 
 
 
 def _note(panel: "Axes", text: str, *, left: bool = False) -> None:
-    """Write a line above a panel."""
+    """Write a line of text above a panel."""
     panel.text(0.0 if left else 1.0, 1.02, text, transform=panel.transAxes, ha="left" if left else "right",
                va="bottom", fontsize="small")  # fmt: skip
 

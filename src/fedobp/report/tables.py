@@ -1,4 +1,4 @@
-"""What people read at the end of a run: tables, with the protocol that the numbers belong to."""
+"""Tables of results, methods, datasets and benchmarks. Results come with the protocol that they were measured by."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ from fedobp.result import Result
 
 
 class _Table:
-    """A table of names and numbers. Where not all columns fit, the last ones are left out and named below it.
+    """A table that fits the terminal: columns that do not fit are left out, the last ones first, and named below it.
 
-    Where not even two fit, every row becomes a list. So a name and its first number are never cut.
+    If not even two columns fit, each row becomes a list. So a name and its first number are never cut.
     """
 
     def __init__(self, *columns: str) -> None:
@@ -66,7 +66,7 @@ def _protocol_note(protocol: Protocol) -> str:
 
 
 def run_table(result: Result) -> RenderableType:
-    """Return one run's accuracies by model, and what they cost."""
+    """Return one run's accuracies by model, and its costs."""
     table = _Table("model", "pooled", "client mean", "std", "worst tenth", "balanced")
     rows: list[tuple[str, Accuracy | None]] = [
         ("as served", result.accuracy),
@@ -119,7 +119,7 @@ def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def _new_client_accuracies(runs: Sequence[Result]) -> dict[str, list[float]]:
-    """Return pooled accuracies of clients that are held out, where there are any."""
+    """Return the pooled accuracies of held-out clients, if there are any."""
     cold = [run.cold for run in runs if run.cold]
     return (
         {"served": [one.served.pooled for one in cold], "visited": [one.visited.pooled for one in cold]} if cold else {}
@@ -138,7 +138,7 @@ def _mean_and_std(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def compare_table(results: Sequence[Result]) -> RenderableType:
-    """Return several methods side by side, in the order given."""
+    """Return a row for each method, in the order given."""
     seeds = sorted({result.config.seed for result in results})
     accuracies = ["pooled", "client_mean", *(f"cold_{name}" for name in _new_client_accuracies(results))]
     heads = {"client_mean": "client mean", "cold_served": "new client", "cold_visited": "after a visit"}
@@ -173,7 +173,7 @@ def _format_mean_and_std(spread: dict[str, float | None]) -> str:
 
 
 def bench_table(found: Mapping[str, Any]) -> RenderableType:
-    """Return both engines' speed, what was measured, and how a run is reckoned from it."""
+    """Return both engines' speed, the workload that was measured, and the estimated time of a run."""
     top = max(row["flops_per_second"] for row in found["engines"])
     unit, size = ("TFLOP/s", 1e12) if top >= 1e12 else ("GFLOP/s", 1e9)
     table = _Table(
@@ -197,8 +197,8 @@ def bench_table(found: Mapping[str, Any]) -> RenderableType:
     lines = [
         f"{found['dataset']}, {found['clients']:,} clients, {spread}, {found['cohort']:,} a round; {found['model']} of "
         f"{found['parameters']:,} parameters, {found['epochs']} epochs, batches of {found['batch_size']}.",
-        f"A step is one client's, on one batch: {found['flops_per_step'] / 1e6:,.1f} MFLOP. Full: the share of what is "
-        "computed that is no padding. Peak: the best matrix product here, "
+        f"A step is one client's, on one batch: {found['flops_per_step'] / 1e6:,.1f} MFLOP. Full: the share of the "
+        "computation that is not padding. Peak: the fastest matrix product here, "
         f"{found['peak_flops_per_second'] / size:,.1f} {unit} ({where}, {found['precision']}).",
         f"Measured in {found['seconds']:.0f} s on rounds of average size; {found['rounds']} rounds have "
         f"{found['steps_per_round']:,.0f} steps each on average, and {found['evaluations']} evaluations.",
@@ -218,7 +218,7 @@ def _format_duration(seconds: float) -> str:
 
 
 def methods_table(methods: Sequence[dict[str, Any]]) -> RenderableType:
-    """Return every method with its idea, paper and options."""
+    """Return all methods with summary, paper and options."""
     parts: list[RenderableType] = []
     for method in methods:
         parts.append(Text.assemble((method["name"], "bold"), f"  {method['summary']}"))
@@ -233,7 +233,7 @@ def methods_table(methods: Sequence[dict[str, Any]]) -> RenderableType:
 
 
 def datasets_table(datasets: Sequence[dict[str, Any]]) -> RenderableType:
-    """Return what is known of datasets."""
+    """Return a row for each dataset."""
     table = _Table("dataset", "samples", "shape", "classes", "clients", "available")
     for row in datasets:
         samples, clients = (f"{row[name]:,}" if row[name] else "-" for name in ("samples", "clients"))

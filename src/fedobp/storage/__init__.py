@@ -1,4 +1,4 @@
-"""Run folders and saved models."""
+"""What runs write to disk: run folders and models."""
 
 from fedobp.storage.client_models import ClientModels, load_state_dict
 from fedobp.storage.run_folder import RunFolder, claim, new_run_folder, provenance, release
