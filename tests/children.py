@@ -1,4 +1,4 @@
-"""Processes that tests start: they do not depend on who started the tests, and none outlives them."""
+"""Child processes of tests: their signals have the defaults, and none outlives its test."""
 
 import os
 import signal
@@ -6,9 +6,9 @@ import subprocess
 import sys
 from contextlib import ExitStack, contextmanager, suppress
 
-# Runs a command with the signals' defaults, whatever they are here (a background job ignores SIGINT). Under Linux it
-# is killed when this process is, which then has no time to do it.
-_FRESH = """
+# Runs a command with the default signal handlers, whatever they are here (a background job ignores SIGINT). On Linux
+# it is killed with this process, also if this process is killed itself.
+_LAUNCHER = """
 import os, signal, sys
 for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGPIPE", "SIGCHLD"):
     signal.signal(getattr(signal, name), signal.SIG_DFL)
@@ -22,17 +22,17 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 @contextmanager
 def children():
-    """Give a function that starts `python ARGUMENTS`, or another program, in a session of its own.
+    """Yield a function that starts `python ARGUMENTS`, or another program, in a new session.
 
-    What is still there at the end is killed, with all that it started.
+    Processes that still run at the end are killed, with their children.
     """
 
     def start(*arguments, program=sys.executable, stderr=subprocess.PIPE, **more):
         process = subprocess.Popen(
-            [sys.executable, "-ISc", _FRESH, program, *map(str, arguments)],
+            [sys.executable, "-ISc", _LAUNCHER, program, *map(str, arguments)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True, **more,
         )  # fmt: skip
-        ends.enter_context(process)  # which waits for it
+        ends.enter_context(process)  # waits for it
         ends.callback(_kill, process.pid)
         return process
 

@@ -1,4 +1,4 @@
-"""What tests start has a terminal's signals, whoever started the tests, and is ended with all that it started."""
+"""Child processes of tests have the default signal handlers, and are killed with their own children."""
 
 import os
 import signal
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from children import children
 
-# What is left alone says so after a while. It has the pipe that it is given as long as it lives.
-LONG = "import os, sys, time; time.sleep(60); os.write(int(sys.argv[1]), b'left alone')"
+# A process that is not killed writes to its pipe after a while. It holds the pipe open as long as it lives.
+LONG = "import os, sys, time; time.sleep(60); os.write(int(sys.argv[1]), b'not killed')"
 PARENT = """
 import subprocess, sys, time
 subprocess.Popen(sys.argv[1:], close_fds=False)
@@ -25,15 +25,15 @@ def pipe():
     os.close(ends[0])
 
 
-def heard(pipe):
-    """Wait until nobody has the pipe's other end, and return what was said."""
+def read_to_end(pipe):
+    """Wait until the pipe's other end is closed, and return what was written."""
     reads, writes = pipe
     os.close(writes)
     return os.read(reads, 100)
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_signals_that_are_ignored_or_blocked_here_have_their_defaults_there(ran, name):
+def test_signals_that_are_ignored_or_blocked_here_have_their_defaults_in_a_child(ran, name):
     number = getattr(signal, name)
     before, mask = signal.signal(number, signal.SIG_IGN), signal.pthread_sigmask(signal.SIG_BLOCK, [number])
     try:
@@ -53,7 +53,7 @@ def test_a_child_and_what_it_started_end_with_the_test(pipe):
         process = start("-c", PARENT, sys.executable, "-c", LONG, pipe[1], pass_fds=[pipe[1]])
         assert process.stdout.readline() == "1\n"
     assert process.returncode == -signal.SIGKILL
-    assert heard(pipe) == b""
+    assert read_to_end(pipe) == b""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
@@ -66,4 +66,4 @@ with children() as start:
     os.kill(os.getpid(), signal.SIGKILL)
 """
     start("-c", code, pass_fds=[pipe[1]], cwd=Path(__file__).parent)
-    assert heard(pipe) == b""
+    assert read_to_end(pipe) == b""

@@ -12,19 +12,19 @@ from fedobp import Config, FedobpError, sweep
 from fedobp.comparison import read_comparison, to_toml
 
 TINY = ("--clients", 6, "--rounds", 2, "--epochs", 1, "--participation", 0.5, "--eval-every", 1, "--save-models", "all")
-# The fast path, a loss of its own with sweeps, and clients one after the other.
+# The fast path, a custom loss with sweeps, and sequential clients.
 METHODS = ("fedavg", "fedpac", "seqfededt", "fedobp")
 RUNS = [f"{method}-seed{seed}" for seed in (42, 43) for method in METHODS]
 
 
 def bytes_of(folder):
-    """All that must be the same when a comparison is repeated."""
+    """The files that must be the same when a comparison is repeated."""
     names = ("config.toml", "metrics.jsonl", "models/global.safetensors", "models/clients.safetensors")
     return {f"{run.name}/{name}": (run / name).read_bytes() for run in Path(folder).glob("*-seed*") for name in names}
 
 
 def test_it_is_repeated_to_the_same_bytes(command):
-    """In launches of three runs at most, and stacks of few lanes."""
+    """With at most three runs per launch, and stacks of few lanes."""
     memory = ("--store-memory", 3.5 * 3 * 4 * 53_002 * 6 / 2**30, "--lane-memory", 0.01)
     command("compare", *TINY, *memory, "--methods", ",".join(METHODS), "--seeds", 2, "--set", "q=0.9", "--out", "first")
     written = tomllib.loads(Path("first/compare.toml").read_text())
@@ -67,7 +67,7 @@ def test_one_of_its_runs_runs_alone_and_says_how_to_repeat_it(command):
 
 
 def test_the_launches_of_the_file_are_binding(command):
-    """Two runs in a launch, where there is room for one, and in the file's order."""
+    """Two runs in a launch, where memory is for one, and in the file's order."""
     text = GIVEN.replace('["fedavg-seed1", "local-seed1"]', '["local-seed1", "fedavg-seed1"], ["local-seed2"]')
     Path("compare.toml").write_text(text.replace("clients = 5", "clients = 5\nstore_memory = 1e-9"))
     found = command("compare", "--config", "compare.toml", "--out", "here", "--json").json
@@ -121,12 +121,12 @@ def test_a_broken_file_is_refused_in_one_sentence(command, old, new, complaint):
     assert said.code == 2
     [line] = said.err.splitlines()
     assert re.search(complaint, line), line
-    # What is wrong with one method is no reason to leave the others out.
+    # An error of one method does not stop the others.
     assert Path("here").exists() == ("fedavg" in said.out)
 
 
 def test_runs_that_cannot_share_a_launch_are_refused(command):
-    """A partition by features makes each seed's samples anew."""
+    """A partition by features changes the samples, differently for each seed."""
     text = GIVEN.replace("clients = 5", 'clients = 5\npartition = "feature"').replace("local-seed1", "local-seed2")
     Path("compare.toml").write_text(text)
     said = command("compare", "--config", "compare.toml", "--out", "here")
@@ -136,7 +136,7 @@ def test_runs_that_cannot_share_a_launch_are_refused(command):
 
 
 @pytest.mark.parametrize("flags", [("--clients", 1000), ("--model", "cnn"), ("--partition", "natural")])
-def test_a_comparison_in_which_no_run_starts_leaves_its_folder_free(command, flags):
+def test_a_comparison_in_which_no_run_starts_releases_its_folder(command, flags):
     assert command("compare", *flags, "--rounds", 1, "--out", "here").code == 2
     assert command("compare", *flags, "--rounds", 1).code == 2
     assert not Path("here").exists()

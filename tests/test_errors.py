@@ -1,4 +1,4 @@
-"""The one exception, and the near miss in its sentence."""
+"""The exception for user errors, and the suggestion in its message."""
 
 from itertools import count
 
@@ -10,15 +10,15 @@ from fedobp.errors import FedobpError, short, unknown
 def test_unknown_suggests_the_nearest_name_and_lists_all():
     error = unknown("method", "fedobq", ["fedavg", "fedobp"])
     assert isinstance(error, FedobpError)
-    assert str(error) == "unknown method 'fedobq': did you mean 'fedobp'? known are fedavg, fedobp"
+    assert str(error) == "unknown method 'fedobq': did you mean 'fedobp'? choose from fedavg, fedobp"
 
 
-def test_unknown_without_a_near_miss_only_lists():
-    assert str(unknown("model", "zzz", ["cnn", "mlp"])) == "unknown model 'zzz': known are cnn, mlp"
+def test_unknown_without_a_similar_name_only_lists():
+    assert str(unknown("model", "zzz", ["cnn", "mlp"])) == "unknown model 'zzz': choose from cnn, mlp"
 
 
 @pytest.mark.parametrize(("name", "suggested"), [("ab__", True), ("a___", False)])
-def test_half_of_the_letters_make_a_near_miss(name, suggested):
+def test_half_of_the_letters_make_a_similar_name(name, suggested):
     assert ("did you mean 'abcd'?" in str(unknown("thing", name, ["wxyz", "abcd"]))) is suggested
 
 
@@ -28,7 +28,7 @@ def test_unknown_forgives_capitals():
 
 def test_unknown_accepts_any_iterable_of_names():
     error = unknown("thing", "betta", (name for name in ("alpha", "beta")))
-    assert str(error) == "unknown thing 'betta': did you mean 'beta'? known are alpha, beta"
+    assert str(error) == "unknown thing 'betta': did you mean 'beta'? choose from alpha, beta"
 
 
 def test_the_exception_is_not_one_that_python_raises_itself():
@@ -64,6 +64,6 @@ def test_a_quoted_value_has_the_length_that_it_may_have(limit):
     assert short("ab", 2) == "ab"
 
 
-def test_unknown_shortens_the_name_and_those_that_are_known():
+def test_unknown_shortens_the_name_and_the_choices():
     said = str(unknown("column", "z" * 10**6, ["a" * 500, "line\nbreak"]))
-    assert said == f"unknown column '{short('z' * 100)}': known are {short('a' * 500)}, line\\nbreak"
+    assert said == f"unknown column '{short('z' * 100)}': choose from {short('a' * 500)}, line\\nbreak"

@@ -12,7 +12,7 @@ import torch
 from fedobp import Config, Federation, FedobpError, sweep
 from fedobp.data import PARTITIONERS, data_dir, load, partition
 from fedobp.federation import deal
-from fedobp.report import partition as report
+from fedobp.report.partition import label_skew, partition_title
 
 TINY = {"clients": 6, "rounds": 2, "participation": 0.5, "epochs": 1, "model": "mlp", "device": "cpu"}
 RUN = ("run", "--rounds", 2, "--epochs", 1, "--model", "mlp")
@@ -261,9 +261,9 @@ def test_what_to_do_with_a_saved_partition_is_said(command):
 # Looking at it.
 
 
-def test_measures_by_hand():
+def test_label_skew_by_hand():
     # Of eight samples, labels are 4, 2, 2: shares 1/2, 1/4, 1/4, an entropy of 1.5 bits.
-    found = report.measures(np.array([[2, 0, 0], [0, 2, 0], [1, 0, 1], [1, 0, 1]]))
+    found = label_skew(np.array([[2, 0, 0], [0, 2, 0], [1, 0, 1], [1, 0, 1]]))
     assert found.entropy_of_all == pytest.approx(1.5)
     assert found.entropy == pytest.approx([0, 0, 1, 1])
     # |1 - 1/2| + 1/4 + 1/4; 1/2 + 3/4 + 1/4; 0 + 1/4 + 1/4.
@@ -272,8 +272,8 @@ def test_measures_by_hand():
 
 
 def test_clients_like_all_are_at_distance_0_and_those_unlike_all_near_2():
-    assert report.measures(np.array([[3, 6], [1, 2]])).emd == pytest.approx([0, 0])
-    assert report.measures(np.array([[1, 0], [0, 999]])).emd == pytest.approx([1.998, 0.002])
+    assert label_skew(np.array([[3, 6], [1, 2]])).emd == pytest.approx([0, 0])
+    assert label_skew(np.array([[1, 0], [0, 999]])).emd == pytest.approx([1.998, 0.002])
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_clients_like_all_are_at_distance_0_and_those_unlike_all_near_2():
     ],
 )
 def test_a_title_says_what_it_is(given, words):
-    assert report.title(Config(**given)) == words
+    assert partition_title(Config(**given)) == words
 
 
 @pytest.fixture

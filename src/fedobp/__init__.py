@@ -18,19 +18,20 @@ from fedobp.errors import FedobpError
 
 TYPE_CHECKING = False  # `typing` alone takes longer to load than all that is above
 if TYPE_CHECKING:
+    from fedobp import method as method
     from fedobp.config import Config
     from fedobp.evaluation import Accuracy
     from fedobp.federation import Federation, Progress, SweepError, sweep
     from fedobp.models import Model
     from fedobp.result import Result
-    from fedobp.runs import load_state_dict
+    from fedobp.storage import load_state_dict
 
 __all__ = [
     "Accuracy", "Config", "Federation", "FedobpError", "Model", "Progress", "Result", "SweepError", "__version__",
-    "load_state_dict", "sweep",
+    "load_state_dict", "method", "sweep",
 ]  # fmt: skip
 
-_HOMES = {
+_MODULES = {
     "Accuracy": "evaluation",
     "Config": "config",
     "Federation": "federation",
@@ -38,12 +39,14 @@ _HOMES = {
     "Progress": "federation",
     "Result": "result",
     "SweepError": "federation",
-    "load_state_dict": "runs",
+    "load_state_dict": "storage",
     "sweep": "federation",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name == "method":
+        return import_module("fedobp.method")
+    if name not in _MODULES:
         raise AttributeError(f"module 'fedobp' has no attribute '{name}'")
-    return getattr(import_module(f"fedobp.{_HOMES[name]}"), name)
+    return getattr(import_module(f"fedobp.{_MODULES[name]}"), name)

@@ -1,6 +1,6 @@
-"""The entry of the command line: `fedobp`, and `python -m fedobp`.
+"""Entry point of the command line: `fedobp`, and `python -m fedobp`.
 
-It imports little before it can answer a signal: loading the rest takes a while.
+The signal handlers are set before the rest is imported, which takes a while.
 """
 
 from __future__ import annotations
@@ -9,51 +9,49 @@ import os
 import signal
 from contextlib import suppress
 
-from fedobp.errors import Stopped
+from fedobp.errors import STOP_SIGNALS, Stopped
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import FrameType
     from typing import NoReturn
 
-_STOPS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-
 
 def main() -> NoReturn:
-    """Run the command line; a signal to stop ends it with 128 plus the signal's number, and without a traceback."""
-    for number in _STOPS:
+    """Run the command line; a stop signal ends it with exit code 128 plus the signal's number, without a traceback."""
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as in `nohup` and in the background of a script
             signal.signal(number, _stop)
     try:
         from fedobp.cli import main as run
 
         run()
-    except Stopped as stop:  # before or after the command itself
-        _leave(stop.code - 128, None)
+    except Stopped as stop:  # outside of the command itself
+        _exit(stop.code - 128, None)
     finally:
-        _leave_at_once()
+        _exit_on_next_signal()
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Unwind, so that files in the making are removed; a second signal does not wait for that."""
-    _leave_at_once()
+    """Raise `Stopped`, so that partly written files are removed; a second signal ends the process at once."""
+    _exit_on_next_signal()
     while frame:
         if frame.f_globals.get("__name__") == "importlib._bootstrap":
-            _leave(number, frame)  # half of a module is loaded: an exception could come out as another one
+            _exit(number, frame)  # an import may turn the exception into another one
         frame = frame.f_back
     raise Stopped(number)
 
 
-def _leave_at_once() -> None:
-    for number in _STOPS:
+def _exit_on_next_signal() -> None:
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) == _stop:
-            signal.signal(number, _leave)
+            signal.signal(number, _exit)
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
     with suppress(OSError):
-        cursor = "\x1b[?25h" if os.isatty(2) else ""  # a progress bar hides it
-        os.write(2, f"{cursor}{_STOPS[signal.Signals(number)]}\n".encode())
+        show_cursor = "\x1b[?25h" if os.isatty(2) else ""  # progress bars hide the cursor
+        os.write(2, f"{show_cursor}{STOP_SIGNALS[number]}\n".encode())
     os._exit(128 + number)
 
 

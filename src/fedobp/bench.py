@@ -202,8 +202,8 @@ def peak(device: torch.device, precision: Precision, seconds: float) -> float:
 
 def bench(
     config: Config, *, runs: int = 1, seconds: float = 30.0, progress: Callable[[str, float], None] | None = None
-) -> Bench:
-    """Measure both engines in about as many seconds; `progress` is told what is under way, and the share of time gone.
+) -> tuple[Bench, Config]:
+    """Measure both engines in about as many seconds, and return the resolved settings too; `progress` is told what is under way, and the share of time gone.
 
     Runs differ in their seeds and share a partition.
     """
@@ -211,7 +211,8 @@ def bench(
         raise FedobpError(f"--seconds must be between 1 and {_LONGEST:.0f}, not {seconds:g}")
     if not 1 <= runs <= _MOST_RUNS:
         raise FedobpError(f"--runs must be between 1 and {_MOST_RUNS}, not {runs}")
-    return _Session(config, runs, seconds, progress or (lambda what, share: None)).measure()
+    session = _Session(config, runs, seconds, progress or (lambda what, share: None))
+    return session.measure(), session.resolved
 
 
 class _Session:
@@ -225,6 +226,7 @@ class _Session:
         self._random = noisy is not None
         source = noisy or load(config.dataset, data_dir(config.data_dir))
         config, self._method = resolve(config, source)
+        self.resolved = config
         self._federation = Federation.resolved(source, config, self._method)
         self._dataset, self._shards = assign(config, source)
         self._model, self._data = self._federation.model, self._federation.data

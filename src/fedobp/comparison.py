@@ -1,7 +1,7 @@
-"""The file `compare.toml`: the runs of a comparison, and which of them train side by side.
+"""The file `compare.toml`: the runs of a comparison, and which of them share a launch.
 
-The last bits of a run depend on the runs beside it, so the file holds the launches too. `fedobp compare --config`
-repeats all of them to the same bytes.
+The last bits of a run depend on the runs in its launch, so the file holds the launches too. `fedobp compare --config`
+repeats all runs byte for byte.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,16 +14,16 @@ from fedobp.config import Config, check_settings, read_toml, run_name, settings,
 from fedobp.errors import FedobpError, short, unknown
 
 _VERSION = 1
-_DIGITS = 10  # of a seed
-_OWN = ("method", "seed")  # what tells runs of a comparison apart, beside the method's options
+_DIGITS = 10  # at most, of a seed
+_PER_RUN = ("method", "seed")  # settings that differ between the runs, beside the method's options
 
 
 def to_toml(configs: Sequence[Config], launches: Sequence[Sequence[int]]) -> str:
     """Return a comparison as TOML, which `read_comparison` reads back."""
     first = configs[0]
-    common = {spec.name: getattr(first, spec.name) for spec in settings() if spec.name not in _OWN}
+    common = {spec.name: getattr(first, spec.name) for spec in settings() if spec.name not in _PER_RUN}
     if all(config.partition_seed == config.seed for config in configs):
-        del common["partition_seed"]  # it is each run's own
+        del common["partition_seed"]  # by default it is the seed of each run
     lines = [f"version = {_VERSION}", "", "# Runs that train side by side, launch by launch.", "launches = ["]
     lines += [f"    [{', '.join(toml_value(run_name(configs[run])) for run in launch)}]," for launch in launches]
     lines += ["]", "", "[settings]", *toml_lines(common)]
@@ -34,7 +34,7 @@ def to_toml(configs: Sequence[Config], launches: Sequence[Sequence[int]]) -> str
 
 
 def read_comparison(path: Path) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Return the settings of a file's runs, and its launches by position in them; values are checked in `Config`."""
+    """Return the settings of a file's runs, and its launches by index into these; `Config` checks the values."""
     _, given = read_toml(path, "the compare.toml of a comparison")
     version = given.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
@@ -43,17 +43,17 @@ def read_comparison(path: Path) -> tuple[list[dict[str, Any]], list[list[int]]]:
         raise FedobpError(
             f"{path} is of version {version}, and fedobp {__version__} reads version {_VERSION}: use a newer fedobp"
         )
-    known = ("version", "launches", "settings", "methods")
+    keys = ("version", "launches", "settings", "methods")
     for name in given:
-        if name not in known:
-            raise unknown(f"key in {path}", name, known)
+        if name not in keys:
+            raise unknown(f"key in {path}", name, keys)
     common, methods = given.get("settings"), given.get("methods")
     if not isinstance(common, dict):
         raise FedobpError(f"{path} has no table [settings]: give the compare.toml of a comparison")
     if not isinstance(methods, dict) or not all(isinstance(options, dict) for options in methods.values()):
         raise FedobpError(f"`methods` in {path} must hold a table of options for each method: write [methods.NAME]")
-    plain = [spec.name for spec in settings() if spec.name not in _OWN]
-    check_settings(common, path, [*plain, "partition_options"])
+    shared = [spec.name for spec in settings() if spec.name not in _PER_RUN]
+    check_settings(common, path, [*shared, "partition_options"])
     for name in methods:
         if name not in names():
             raise unknown(f"method in {path}", name, names())

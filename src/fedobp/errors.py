@@ -1,8 +1,12 @@
-"""The one exception for user errors, and sentences that suggest the near miss."""
+"""The exception for user errors, and helpers for its messages."""
 
+import signal
 from collections.abc import Iterable
 
-_LISTED = 50  # a table may have thousands of columns
+# The signals that stop the command line, and what it prints on stderr then.
+STOP_SIGNALS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+
+_LISTED = 50  # names in a message; a table may have thousands of columns
 
 
 class FedobpError(Exception):
@@ -10,24 +14,25 @@ class FedobpError(Exception):
 
 
 class Stopped(BaseException):
-    """A signal asked the process to stop: nothing that isolates a run's failure may hold it up.
+    """A signal asks the process to stop.
 
-    It is no KeyboardInterrupt: typer turns each of those into exit code 130, also where the signal was SIGTERM.
+    It is a BaseException, so that code that isolates failures of runs does not catch it. It is no KeyboardInterrupt,
+    because typer turns each of those into exit code 130, also after SIGTERM.
     """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
-        self.code = 128 + number  # what shells expect
+        self.code = 128 + number  # the convention of shells
 
 
 def short(value: object, limit: int = 60) -> str:
     """Return a value as one line of at most `limit` characters, for an error to quote.
 
-    Control characters are escaped; `…` stands for what was left out of the middle.
+    Control characters are escaped; `…` replaces the middle of a longer value.
     """
     try:
         text = str(value)
-    except ValueError:  # a whole number of thousands of digits
+    except ValueError:  # an integer with thousands of digits
         text = f"{value:#x}"
     except RecursionError:
         text = f"a deeply nested {type(value).__name__}"
@@ -44,24 +49,24 @@ def described(error: BaseException) -> str:
     """Return an exception's type and the first line of its message."""
     try:
         lines = str(error).strip().splitlines()
-    except Exception:  # a message that cannot be made
+    except Exception:  # `__str__` of another library may fail
         lines = []
     return ": ".join([type(error).__name__, *lines[:1]])
 
 
 def first_line(error: BaseException) -> str:
-    """Return what another library's exception says, in one short line; its name where it says nothing."""
+    """Return the first line of another library's exception, shortened; its type if it has no message."""
     return short(str(error).strip().partition("\n")[0] or type(error).__name__, 200)
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> FedobpError:
-    """Return the error for a name that does not exist, with the nearest one that does; of very many, the first."""
+def unknown(kind: str, name: str, choices: Iterable[str]) -> FedobpError:
+    """Return the error for an unknown name: it suggests the nearest name, and lists the first 50."""
     from difflib import get_close_matches
 
-    names = list(known)
+    names = list(choices)
     lowered = {one.lower(): one for one in names}
     near = get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
     hint = f"did you mean '{short(lowered[near[0]])}'? " if near else ""
     rest = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
     listed = ", ".join(map(short, names[:_LISTED]))
-    return FedobpError(f"unknown {kind} '{short(name)}': {hint}known are {listed}{rest}")
+    return FedobpError(f"unknown {kind} '{short(name)}': {hint}choose from {listed}{rest}")

@@ -27,7 +27,7 @@ from fedobp.method import Method, Option
 from fedobp.models import Model
 from fedobp.resolution import check_names, resolve, with_method
 from fedobp.result import Result
-from fedobp.runs import claim
+from fedobp.storage import claim
 
 __all__ = ["Failure", "Federation", "Progress", "SweepError", "SweepPlan", "assign", "plan_sweep", "read", "sweep"]
 
@@ -41,7 +41,7 @@ def read(config: Config) -> Dataset:
 def assign(config: Config, dataset: Dataset) -> tuple[Dataset, list[Shard]]:
     """Assign a dataset's samples to clients: as a saved partition says, or anew, by resolved settings.
 
-    Where the partition changes clients' inputs, the dataset that comes back has the with_client_inputs ones.
+    Where the partition changes clients' inputs, the dataset that comes back has the changed ones.
     """
     if config.partition_file:
         shards = load_partition(Path(config.partition_file), dataset)
@@ -167,21 +167,37 @@ def _seeds(seeds: Sequence[int | None]) -> str:
 class SweepPlan:
     """The runs of a sweep, resolved: which of them train side by side, and which cannot start."""
 
-    configs: Mapping[int, Config]  # by position in what was asked
+    asked: Sequence[Config]
+    configs: Mapping[int, Config]  # by position in `asked`
     methods: Mapping[int, Method]
     launches: Sequence[Sequence[int]]
     failures: Mapping[int, BaseException]
     datasets: Mapping[tuple[object, ...], Dataset] = field(repr=False)
-    asked: Sequence[Config] = ()
+
+    def failed(self) -> list[Failure]:
+        """Return the runs that cannot start."""
+        return _failed(self.asked, self.failures)
+
+    def without_failures(self) -> "SweepPlan":
+        """Return the plan of the runs that can start, counted anew."""
+        place = {run: at for at, run in enumerate(self.configs)}
+        configs = {place[run]: config for run, config in self.configs.items()}
+        methods = {place[run]: method for run, method in self.methods.items()}
+        launches = [[place[run] for run in launch] for launch in self.launches]
+        return SweepPlan(list(configs.values()), configs, methods, launches, {}, self.datasets)
 
 
-def plan_sweep(configs: Iterable[Config], launches: Sequence[Sequence[int]] | None = None) -> SweepPlan:
-    """Read the datasets of a sweep, each once, and resolve its runs.
+def plan_sweep(
+    configs: Iterable[Config], launches: Sequence[Sequence[int]] | None = None, dataset: Dataset | None = None
+) -> SweepPlan:
+    """Read the datasets of a sweep, each once, and resolve its runs; `dataset` is that of the first, if it is read.
 
     `launches` says which runs share a launch, by their positions in `configs`; otherwise all do that can.
     """
     asked = list(configs)
     datasets: dict[tuple[object, ...], Dataset | BaseException] = {}
+    if dataset is not None:
+        datasets[_source(asked[0])] = dataset
     resolved: dict[int, Config] = {}
     methods: dict[int, Method] = {}
     failures: dict[int, BaseException] = {}
@@ -210,7 +226,7 @@ def plan_sweep(configs: Iterable[Config], launches: Sequence[Sequence[int]] | No
         here = [[places.index(run) for run in launch if run in resolved] for launch in _whole(launches, len(asked))]
         checked = check_launches([launch for launch in here if launch], complete)
         found_launches = [[places[run] for run in launch] for launch in checked]
-    return SweepPlan(resolved, methods, found_launches, failures, usable, asked)
+    return SweepPlan(asked, resolved, methods, found_launches, failures, usable)
 
 
 def _whole(launches: Sequence[Sequence[int]], runs: int) -> Sequence[Sequence[int]]:
@@ -263,11 +279,7 @@ def sweep(
                 results[run] = result if keep_models else replace(result, models=result.models.without_clients())
     if failures:
         bugs = [error for error in failures.values() if not isinstance(error, FedobpError)]
-        failed = [
-            Failure(plan.asked[run].method, plan.asked[run].seed, _sentence(error))
-            for run, error in sorted(failures.items())
-        ]
-        raise SweepError(results, failed) from (bugs[0] if bugs else None)
+        raise SweepError(results, _failed(plan.asked, failures)) from (bugs[0] if bugs else None)
     return [result for result in results if result is not None]
 
 
@@ -278,6 +290,13 @@ def _source(config: Config) -> tuple[object, ...]:
 
 def _partition_key(config: Config) -> tuple[object, ...]:
     return config.partition_settings, config.partition_file, config.normalize
+
+
+def _failed(configs: Sequence[Config], failures: Mapping[int, BaseException]) -> list[Failure]:
+    """Return failures, in the order of the runs."""
+    return [
+        Failure(configs[run].method, configs[run].seed, _sentence(error)) for run, error in sorted(failures.items())
+    ]
 
 
 def _sentence(error: BaseException) -> str:

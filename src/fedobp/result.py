@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedobp.config import Config
 from fedobp.evaluation import Accuracy, NewClients, Personal, Protocol
-from fedobp.runs import Models
+from fedobp.storage import ClientModels
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Result:
     bytes: Traffic
     compute: Compute
     seconds: float
-    models: Models
+    models: ClientModels
     partition: str  # its hash
     out: Path | None
     launch: tuple[Config, ...] = ()  # all runs that trained side by side, in order, this one among them

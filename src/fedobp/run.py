@@ -17,8 +17,8 @@ from fedobp.method import CohortKind, CohortUpdate, InitialState, Method, RoundC
 from fedobp.models import Model
 from fedobp.records import Tensors
 from fedobp.result import Compute, Result, Traffic
-from fedobp.runs import Models, RunFolder
 from fedobp.sampling import Sampler
+from fedobp.storage import ClientModels, RunFolder
 
 
 class Evaluate(Protocol):
@@ -61,7 +61,7 @@ class Run:
         self.accounting, self.reports, self.seconds = Accounting(method), list[Report](), 0.0
         self._sampler, self._evaluator, self._global_gradient = Sampler(config), evaluator, global_gradient
         self._protocol = protocol(config.protocol, config.rounds)
-        self._models = Models(model.layout, self.server["theta"])
+        self._models = ClientModels(model.layout, self.server["theta"])
         self._folder, self._partition, self._metadata = folder, partition, metadata or {}
         self._keep_models = keep_models or (folder is not None and config.save_models == "all")
         self._launch = launch  # all runs that train side by side, in order
@@ -138,7 +138,7 @@ class Run:
         """
         last = number == self.config.rounds
         if last:
-            self._models = Models(self.model.layout, self.server["theta"])
+            self._models = ClientModels(self.model.layout, self.server["theta"])
         return self._evaluator(
             lambda clients: self.context(number, clients),
             self.server,

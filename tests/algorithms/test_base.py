@@ -297,7 +297,7 @@ def test_an_option_may_be_open_on_either_side():
 
 
 def test_a_choice_of_another_type_is_refused():
-    with pytest.raises(FedobpError, match="known are squared, product"):
+    with pytest.raises(FedobpError, match="choose from squared, product"):
         configure("fedobp", score=1)
 
 

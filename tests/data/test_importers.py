@@ -108,7 +108,7 @@ def test_any_names_and_numbers_are_preserved(tmp_path, rows):
 
 
 BAD_TABLES = {
-    "no such label": ("Outcome,a\n1,2\n", r"unknown column for --label in .*table.csv 'label': known are Outcome, a"),
+    "no such label": ("Outcome,a\n1,2\n", r"unknown column for --label in .*table.csv 'label': choose from Outcome, a"),
     "a near miss": ("Lable,a\n1,2\n", "did you mean 'Lable'"),
     "no rows": ("label,a\n", "table.csv has no rows"),
     "an empty file": ("", "table.csv is empty: there is nothing to import"),
@@ -327,5 +327,5 @@ def test_a_wrong_column_is_one_sentence(command):
     said = command("data", "import", "wards", "wards.csv", "--label", "outcom")
     assert (said.code, said.out) == (2, "")
     assert said.err == (
-        "error: unknown column for --label in wards.csv 'outcom': did you mean 'outcome'? known are a, outcome\n"
+        "error: unknown column for --label in wards.csv 'outcom': did you mean 'outcome'? choose from a, outcome\n"
     )

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-from fedobp.cli.screen import next_run, show, stopwatch
+from fedobp.cli.output import next_command, print_result
+from fedobp.cli.progress import task_progress
+from fedobp.cli.settings import Json
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 DataDir = Annotated[str | None, typer.Option(help="Folder that holds datasets.")]
 
 data = typer.Typer()
@@ -24,12 +25,12 @@ def _data_root(context: typer.Context) -> None:
 @data.command("list")
 def data_list(*, data_dir: DataDir = None, as_json: Json = False) -> None:
     """List the datasets: the embedded digits, the paper's eight, and those you imported."""
-    from fedobp import data as room
+    from fedobp import data as datasets
     from fedobp.report.tables import datasets_table
 
-    folder = room.data_dir(data_dir)
-    rows = [asdict(info) for info in room.list_datasets(folder)]
-    show({"datasets": rows} if as_json else datasets_table(rows), f"Data folder: {folder}")
+    folder = datasets.data_dir(data_dir)
+    rows = [asdict(info) for info in datasets.list_datasets(folder)]
+    print_result({"datasets": rows} if as_json else datasets_table(rows), f"Data folder: {folder}")
 
 
 @data.command("fetch")
@@ -38,8 +39,7 @@ def data_fetch(
 ) -> None:
     """Download the paper's datasets by name: mnist, fmnist, emnist, cifar10, cifar100, svhn, organamnist, organcmnist.
 
-    The official files are checked, and a download that broke off goes on where it stopped. What is there already is
-    left alone.
+    Downloads are verified by checksum and resumed if interrupted. Stored datasets are not downloaded again.
 
     [bold]Examples[/bold]
 
@@ -47,14 +47,14 @@ def data_fetch(
     fedobp data fetch mnist cifar10
     fedobp data fetch emnist --data-dir /data
     """
-    from fedobp import data as room
+    from fedobp import data as datasets
     from fedobp.report.tables import datasets_table
 
-    folder = room.data_dir(data_dir)
-    with stopwatch() as advance:
-        rows = [asdict(info) for info in room.fetch(names, folder, advance)]
-    footer = f"Stored in {folder}. {next_run(names[0], data_dir)}"
-    show({"datasets": rows} if as_json else datasets_table(rows), footer)
+    folder = datasets.data_dir(data_dir)
+    with task_progress() as advance:
+        rows = [asdict(info) for info in datasets.fetch(names, folder, advance)]
+    footer = f"Stored in {folder}. {next_command(names[0], data_dir)}"
+    print_result({"datasets": rows} if as_json else datasets_table(rows), footer)
 
 
 @data.command("import")
@@ -66,15 +66,16 @@ def data_import(
         str | None, typer.Option(metavar="COLUMN", help="Column with the labels (default: label; in an npz: y).")
     ] = None,
     client: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Column that says whose a sample is, for natural clients.")
+        str | None,
+        typer.Option(metavar="COLUMN", help="Column with each sample's client, for --partition natural."),
     ] = None,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Import SOURCE as dataset NAME; nothing is ever overwritten.
+    """Import SOURCE as dataset NAME; an existing dataset is never overwritten.
 
-    SOURCE is an npz file with arrays x and y, a CSV or Parquet table of numbers with a label column, a folder that
-    holds a folder of images for each class, or a Hugging Face dataset that was saved to disk. Labels are whole numbers
+    SOURCE is an npz file with arrays x and y, a CSV or Parquet table of numbers with a label column, a folder with
+    one subfolder of images per class, or a Hugging Face dataset saved to disk. Labels are whole numbers
     or names.
 
     [bold]Examples[/bold]
@@ -85,26 +86,26 @@ def data_import(
     fedobp data import wards wards.csv --label outcome --client hospital
     fedobp data import letters femnist/ --label character --client writer_id
     """
-    from fedobp import data as room
+    from fedobp import data as datasets
     from fedobp.report.tables import datasets_table
 
-    folder = room.data_dir(data_dir)
-    with stopwatch() as advance:
-        dataset = room.import_dataset(name, source, folder, label=label, client=client, progress=advance)
+    folder = datasets.data_dir(data_dir)
+    with task_progress() as advance:
+        dataset = datasets.import_dataset(name, source, folder, label=label, client=client, progress=advance)
     row = asdict(dataset.info)
-    flags = room.flags_to_run(dataset)
+    flags = datasets.flags_to_run(dataset)
     if flags is None:
         hint = f"{len(dataset.y)} samples are too few to train and test with: import more of them under another name."
     else:
-        hint = next_run(name, data_dir, *(word for pair in flags.items() for word in pair))
-    show(row if as_json else datasets_table([row]), f"Stored in {folder}. {hint}")
+        hint = next_command(name, data_dir, *(word for pair in flags.items() for word in pair))
+    print_result(row if as_json else datasets_table([row]), f"Stored in {folder}. {hint}")
 
 
 @data.command("show")
 def data_show(name: str, *, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Show one dataset's sizes, and whether it is there."""
-    from fedobp import data as room
+    """Show one dataset's sizes, and whether it is available."""
+    from fedobp import data as datasets
     from fedobp.report.tables import datasets_table
 
-    row = asdict(room.describe(name, room.data_dir(data_dir)))
-    show(row if as_json else datasets_table([row]))
+    row = asdict(datasets.describe(name, datasets.data_dir(data_dir)))
+    print_result(row if as_json else datasets_table([row]))

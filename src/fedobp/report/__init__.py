@@ -1,1 +1,1 @@
-"""What people look at: tables and pictures."""
+"""Tables, heat maps and plots."""

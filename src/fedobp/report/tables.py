@@ -1,4 +1,4 @@
-"""What people read at the end of a run: tables, with the protocol that the numbers belong to."""
+"""Tables of results, methods, datasets and benchmarks. Results come with the protocol that they were measured by."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ from fedobp.result import Result
 
 
 class _Table:
-    """A table of names and numbers. Where not all columns fit, the last ones are left out and named below it.
+    """A table that fits the terminal: columns that do not fit are left out, the last ones first, and named below it.
 
-    Where not even two fit, every row becomes a list. So a name and its first number are never cut.
+    If not even two columns fit, each row becomes a list. So a name and its first number are never cut.
     """
 
     def __init__(self, *columns: str) -> None:
@@ -28,7 +28,7 @@ class _Table:
         """Add a cell for each column."""
         self._rows.append(cells)
 
-    def _first(self, count: int) -> Table:
+    def _with_columns(self, count: int) -> Table:
         table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         for position, column in enumerate(self._columns[:count]):
             table.add_column(column, justify="right" if position else "left", no_wrap=True)
@@ -39,7 +39,7 @@ class _Table:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         unlimited = options.update(max_width=10_000)
         for count in range(len(self._columns), 1, -1):
-            table = self._first(count)
+            table = self._with_columns(count)
             if console.measure(table, options=unlimited).maximum <= options.max_width:
                 yield table
                 if missing := self._columns[count:]:
@@ -50,7 +50,7 @@ class _Table:
             yield from (Text(f"{head}: {cell}") for head, cell in zip(self._columns[1:], cells, strict=True))
 
 
-def _bytes(count: float) -> str:
+def _format_bytes(count: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -58,7 +58,7 @@ def _bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def _protocol(protocol: Protocol) -> str:
+def _protocol_note(protocol: Protocol) -> str:
     which = "round " + str(protocol.rounds[-1])
     if protocol.pick == "best":
         which = "best of rounds " + ", ".join(map(str, protocol.rounds))
@@ -66,7 +66,7 @@ def _protocol(protocol: Protocol) -> str:
 
 
 def run_table(result: Result) -> RenderableType:
-    """Return one run's accuracies by model, and what they cost."""
+    """Return one run's accuracies by model, and its costs."""
     table = _Table("model", "pooled", "client mean", "std", "worst tenth", "balanced")
     rows: list[tuple[str, Accuracy | None]] = [
         ("as served", result.accuracy),
@@ -74,32 +74,33 @@ def run_table(result: Result) -> RenderableType:
         (f"fine-tuned {result.config.finetune_epochs} epochs", result.finetuned),
         ("as served, validation", result.validation),
     ]
-    if result.cold:
+    if result.new_clients:
         rows += [
-            ("new client, as served", result.cold.served),
-            ("new client, after a visit", result.cold.visited),
-            ("new client, own model", result.cold.last),
+            ("new client, as served", result.new_clients.served),
+            ("new client, after a visit", result.new_clients.visited),
+            ("new client, own model", result.new_clients.last),
         ]
     for name, column in rows:
         if column:
             values = (column.pooled, column.client_mean, column.client_std, column.worst_decile, column.balanced)
             table.add_row(name, *(f"{value:.2f}" for value in values))
+    down, up = _format_bytes(result.bytes.down_per_round), _format_bytes(result.bytes.up_per_round)
     cost = (
         f"Personal parameters per client: {result.personal.mean:,.0f} of {result.models.size:,}. Traffic per round: "
-        f"{_bytes(result.bytes.down_per_round)} down, {_bytes(result.bytes.up_per_round)} up. {result.seconds:.1f} s."
+        f"{down} down, {up} up. {result.seconds:.1f} s."
     )
-    lines = [_protocol(result.protocol), _majority([result]), *_newcomers([result]), cost]
+    lines = [_protocol_note(result.protocol), _majority_note([result]), *_new_clients_note([result]), cost]
     return Group(table, *map(Text, lines))
 
 
-def _newcomers(results: Sequence[Result]) -> list[str]:
+def _new_clients_note(results: Sequence[Result]) -> list[str]:
     held_out = results[0].config.holdout_clients
     if not held_out:
         return []
     return [f"New clients: {held_out} that are held out of all rounds and of the other numbers; one visit each."]
 
 
-def _majority(results: Sequence[Result]) -> str:
+def _majority_note(results: Sequence[Result]) -> str:
     guess = statistics.fmean(result.accuracy.majority_class for result in results)
     return f"Always answering each client's most frequent training label would give {guess:.2f}."
 
@@ -109,20 +110,18 @@ def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
     return [
         {
             "method": method,
-            **{name: _spread([getattr(r.accuracy, name) for r in runs]) for name in ("pooled", "client_mean")},
-            **{f"cold_{name}": _spread(values) for name, values in _cold(runs).items()},
+            **{name: _mean_and_std([getattr(r.accuracy, name) for r in runs]) for name in ("pooled", "client_mean")},
+            **{f"new_clients_{name}": _mean_and_std(values) for name, values in _new_client_accuracies(runs).items()},
             "seeds": [run.config.seed for run in runs],
         }
         for method, runs in _by_method(results).items()
     ]
 
 
-def _cold(runs: Sequence[Result]) -> dict[str, list[float]]:
-    """Return pooled accuracies of clients that are held out, where there are any."""
-    cold = [run.cold for run in runs if run.cold]
-    return (
-        {"served": [one.served.pooled for one in cold], "visited": [one.visited.pooled for one in cold]} if cold else {}
-    )
+def _new_client_accuracies(runs: Sequence[Result]) -> dict[str, list[float]]:
+    """Return the pooled accuracies of held-out clients, if there are any."""
+    new = [run.new_clients for run in runs if run.new_clients]
+    return {"served": [one.served.pooled for one in new], "visited": [one.visited.pooled for one in new]} if new else {}
 
 
 def _by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -132,24 +131,24 @@ def _by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
     return grouped
 
 
-def _spread(values: Sequence[float]) -> dict[str, float | None]:
+def _mean_and_std(values: Sequence[float]) -> dict[str, float | None]:
     return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else None}
 
 
 def compare_table(results: Sequence[Result]) -> RenderableType:
-    """Return several methods side by side, in the order given."""
+    """Return a row for each method, in the order given."""
     seeds = sorted({result.config.seed for result in results})
-    accuracies = ["pooled", "client_mean", *(f"cold_{name}" for name in _cold(results))]
-    heads = {"client_mean": "client mean", "cold_served": "new client", "cold_visited": "after a visit"}
+    accuracies = ["pooled", "client_mean", *(f"new_clients_{name}" for name in _new_client_accuracies(results))]
+    heads = {"client_mean": "client mean", "new_clients_served": "new client", "new_clients_visited": "after a visit"}
     names = [heads.get(name, name) for name in accuracies]
     table = _Table("method", *names, "personal", "down", "up", "seconds")
     for row, runs in zip(summarise(results), _by_method(results).values(), strict=True):
         table.add_row(
             row["method"],
-            *(_plus_minus(row[name]) for name in accuracies),
+            *(_format_mean_and_std(row[name]) for name in accuracies),
             f"{statistics.fmean(run.personal.mean for run in runs):,.0f}",
-            _bytes(statistics.fmean(run.bytes.down_per_round for run in runs)),
-            _bytes(statistics.fmean(run.bytes.up_per_round for run in runs)),
+            _format_bytes(statistics.fmean(run.bytes.down_per_round for run in runs)),
+            _format_bytes(statistics.fmean(run.bytes.up_per_round for run in runs)),
             f"{statistics.fmean(run.seconds for run in runs):.1f}",
         )
     seen = f"Seed {seeds[0]}." if len(seeds) == 1 else f"Mean ± deviation (n - 1) over seeds {seeds[0]} to {seeds[-1]}."
@@ -157,16 +156,22 @@ def compare_table(results: Sequence[Result]) -> RenderableType:
         f"Personal: a client's own parameters, of {results[0].models.size:,}. Down, up: the cohort's payload per round."
     )
     shares = "Seconds: a run's equal share of the time, because runs train side by side."
-    lines = (f"{_protocol(results[0].protocol)} {seen}", units, shares, _majority(results), *_newcomers(results))
+    lines = (
+        f"{_protocol_note(results[0].protocol)} {seen}",
+        units,
+        shares,
+        _majority_note(results),
+        *_new_clients_note(results),
+    )
     return Group(table, *map(Text, lines))
 
 
-def _plus_minus(spread: dict[str, float | None]) -> str:
+def _format_mean_and_std(spread: dict[str, float | None]) -> str:
     return f"{spread['mean']:.2f}" + (f" ± {spread['std']:.2f}" if spread["std"] is not None else "")
 
 
 def bench_table(found: Mapping[str, Any]) -> RenderableType:
-    """Return both engines' speed, what was measured, and how a run is reckoned from it."""
+    """Return both engines' speed, the workload that was measured, and the estimated time of a run."""
     top = max(row["flops_per_second"] for row in found["engines"])
     unit, size = ("TFLOP/s", 1e12) if top >= 1e12 else ("GFLOP/s", 1e9)
     table = _Table(
@@ -182,7 +187,7 @@ def bench_table(found: Mapping[str, Any]) -> RenderableType:
             f"{row['share_of_peak']:.0%}",
             f"{row['seconds_per_round']:.2f}",
             f"{row['speedup']:.2f}x",
-            _duration(row["seconds_per_run"]),
+            _format_duration(row["seconds_per_run"]),
         )
     spread = f"Dirichlet({found['alpha']:g})" if found["partition"] == "dirichlet" else found["partition"].upper()
     threads = f"{found['threads']} CPU thread" + "s" * (found["threads"] > 1)
@@ -190,8 +195,8 @@ def bench_table(found: Mapping[str, Any]) -> RenderableType:
     lines = [
         f"{found['dataset']}, {found['clients']:,} clients, {spread}, {found['cohort']:,} a round; {found['model']} of "
         f"{found['parameters']:,} parameters, {found['epochs']} epochs, batches of {found['batch_size']}.",
-        f"A step is one client's, on one batch: {found['flops_per_step'] / 1e6:,.1f} MFLOP. Full: the share of what is "
-        "computed that is no padding. Peak: the best matrix product here, "
+        f"A step is one client's, on one batch: {found['flops_per_step'] / 1e6:,.1f} MFLOP. Full: the share of the "
+        "computation that is not padding. Peak: the fastest matrix product here, "
         f"{found['peak_flops_per_second'] / size:,.1f} {unit} ({where}, {found['precision']}).",
         f"Measured in {found['seconds']:.0f} s on rounds of average size; {found['rounds']} rounds have "
         f"{found['steps_per_round']:,.0f} steps each on average, and {found['evaluations']} evaluations.",
@@ -203,7 +208,7 @@ def bench_table(found: Mapping[str, Any]) -> RenderableType:
     return Group(table, *map(Text, lines))
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.1f} s"
     minutes = round(seconds / 60)
@@ -211,7 +216,7 @@ def _duration(seconds: float) -> str:
 
 
 def methods_table(methods: Sequence[dict[str, Any]]) -> RenderableType:
-    """Return every method with its idea, paper and options."""
+    """Return all methods with summary, paper and options."""
     parts: list[RenderableType] = []
     for method in methods:
         parts.append(Text.assemble((method["name"], "bold"), f"  {method['summary']}"))
@@ -226,7 +231,7 @@ def methods_table(methods: Sequence[dict[str, Any]]) -> RenderableType:
 
 
 def datasets_table(datasets: Sequence[dict[str, Any]]) -> RenderableType:
-    """Return what is known of datasets."""
+    """Return a row for each dataset."""
     table = _Table("dataset", "samples", "shape", "classes", "clients", "available")
     for row in datasets:
         samples, clients = (f"{row[name]:,}" if row[name] else "-" for name in ("samples", "clients"))

@@ -1,4 +1,4 @@
-"""Run folders: what is in one, what is refused, and that equal runs are equal byte for byte."""
+"""Run folders: their files, which folders are refused, and that equal runs are byte-equal."""
 
 import errno
 import json
@@ -15,7 +15,7 @@ import torch
 from fedobp import Config, Federation, FedobpError, sweep
 from fedobp.config import read_config
 from fedobp.files import write
-from fedobp.runs import RunFolder, claim, fresh
+from fedobp.storage import RunFolder, claim, new_run_folder
 
 TINY = {"dataset": "digits", "clients": 5, "rounds": 2, "epochs": 1, "model": "mlp"}
 
@@ -31,10 +31,10 @@ def run(tmp_path_factory):
     return folder, Federation(Config(**TINY, participation=0.6)).run(out=folder)
 
 
-# What a run leaves.
+# The files of a run.
 
 
-def test_a_run_leaves_these_files_and_no_others(run):
+def test_a_run_writes_these_files_and_no_others(run):
     folder, result = run
     names = {"config.toml", "metrics.jsonl", "timings.jsonl", "result.json"}
     assert set(files(folder)) == names | {"models/global.safetensors", "models/clients.safetensors"}
@@ -46,7 +46,7 @@ def test_the_configuration_reads_back_as_it_was(run):
     assert Config(**read_config(folder / "config.toml")) == result.config
 
 
-def test_the_configuration_says_what_it_was_made_with(run):
+def test_the_configuration_names_versions_and_threads(run):
     head = (run[0] / "config.toml").read_text().split("\n")[:2]
     assert head[0] == "# Run again with: fedobp run --config config.toml"
     assert f"torch {torch.__version__}" in head[1]
@@ -141,7 +141,7 @@ def test_a_write_that_fails_leaves_nothing_beside_it(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-# Whose folder it is.
+# Claiming a folder.
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_folder_with_other_files_is_accepted_and_they_stay(tmp_path):
 
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("names", [["config.toml"] * 8, ["compare.toml"] * 8])
-def test_of_many_who_claim_a_folder_at_once_one_succeeds(tmp_path, monkeypatch, names, links):
+def test_of_many_that_claim_a_folder_at_once_one_succeeds(tmp_path, monkeypatch, names, links):
     if not links:
         monkeypatch.setattr(os, "link", refuse_links)
     for attempt in range(20):
@@ -192,7 +192,7 @@ def test_a_run_and_a_comparison_never_share_a_folder(tmp_path):
     for attempt in range(20):
         folder = tmp_path / str(attempt)
         won = claimed_at_once(folder, ["config.toml", "compare.toml"] * 4)
-        assert len(won) <= 1  # both may find the other one there, and step back
+        assert len(won) <= 1  # both may find the other's file, and give up
         assert set(files(folder).values()) == {one.encode() for one in won}
 
 
@@ -201,7 +201,7 @@ def refuse_links(*_):
 
 
 def claimed_at_once(folder, names):
-    """Let threads claim a folder at one moment, and return what those wrote who got it; the others are refused."""
+    """Let threads claim a folder at the same time; return what the successful ones wrote. The others are refused."""
     start = Barrier(len(names))
 
     def attempt(number):
@@ -217,7 +217,7 @@ def claimed_at_once(folder, names):
     return [one for one in said if "already holds a run" not in one]
 
 
-def test_a_folder_that_was_only_looked_at_is_free(tmp_path):
+def test_a_folder_that_was_only_checked_is_free(tmp_path):
     claim(tmp_path)
     claim(tmp_path)
     assert files(tmp_path) == {}
@@ -239,7 +239,7 @@ def test_an_empty_folder_name_is_refused(out):
         sweep([Config(**TINY)], out=[out])
 
 
-def test_folders_are_made_with_their_parents(tmp_path):
+def test_folders_are_created_with_their_parents(tmp_path):
     assert claim(tmp_path / "a" / "b") == tmp_path / "a" / "b"
     assert (tmp_path / "a" / "b").is_dir()
 
@@ -259,27 +259,27 @@ def test_a_folder_of_an_interrupted_comparison_is_refused(tmp_path):
         claim(tmp_path)
 
 
-def test_fresh_refuses_a_runs_that_leads_nowhere(tmp_path, monkeypatch):
+def test_new_run_folder_refuses_a_runs_that_leads_nowhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("runs").symlink_to("nowhere/at/all")
     with pytest.raises(FedobpError, match="cannot write runs"):
-        fresh("digits")
+        new_run_folder("digits")
 
 
-def test_fresh_folders_never_share_a_name(tmp_path, monkeypatch):
+def test_new_run_folders_never_share_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folders = [fresh("digits-fedobp") for _ in range(5)]
+    folders = [new_run_folder("digits-fedobp") for _ in range(5)]
     assert len({folder.resolve() for folder in folders}) == 5
     for folder in folders:
         assert folder.parent == Path("runs")
         assert "-digits-fedobp" in folder.name
         datetime.strptime(folder.name[:15], "%Y%m%d-%H%M%S")
         assert list(folder.iterdir()) == []
-    RunFolder(folders[0], "seed = 1\n")  # a fresh folder is free for a run
+    RunFolder(folders[0], "seed = 1\n")  # a new folder is free for a run
 
 
-def test_fresh_says_what_to_do_where_runs_is_a_file(tmp_path, monkeypatch):
+def test_new_run_folder_says_what_to_do_where_runs_is_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("runs").write_text("mine")
     with pytest.raises(FedobpError, match=r"cannot write runs .*: choose another place"):
-        fresh("digits")
+        new_run_folder("digits")

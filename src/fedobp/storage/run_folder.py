@@ -1,8 +1,8 @@
-"""A run is a folder: what was asked, what was measured round by round, what came out.
+"""A run folder: the configuration, the metrics of each round, the result and the models of one run.
 
-`config.toml` re-runs it; `metrics.jsonl` grows by one line a round; `models/` holds the final models. These three are
-equal, byte for byte, for two runs of one configuration on one machine. Times are kept apart, in `timings.jsonl`;
-`result.json` is what `fedobp run --json` prints.
+`config.toml` repeats the run; `metrics.jsonl` has one line per round; `models/` holds the final models. These three are
+byte-equal for two runs of one configuration on one machine. Times are not, so they are in a file of their own,
+`timings.jsonl`. `result.json` is what `fedobp run --json` prints.
 """
 
 import json
@@ -20,19 +20,20 @@ import torch
 from fedobp._version import __version__
 from fedobp.files import taken, unwritable, write_json, write_new
 
-_OURS = ("config.toml", "compare.toml", "metrics.jsonl", "timings.jsonl", "result.json", "compare.json", "models")
+_RUN_FILES = ("config.toml", "compare.toml", "metrics.jsonl", "timings.jsonl", "result.json", "compare.json", "models")
 
 
 def claim(folder: Path, name: str = "", content: str = "") -> Path:
-    """Make a folder for a run; one that already holds a run is refused.
+    """Create a folder for a run; a folder that already holds a run is refused.
 
-    With the file that says what runs there (its `name` and `content`) the folder is taken: of several processes, one
-    succeeds. Without it, it is only looked at.
+    With a `name`, the file of that name and `content` claims the folder: of several processes, one succeeds. Without,
+    the folder is only checked.
     """
-    found = _ours(folder)
+    found = _run_files(folder)
     if not found and name:
         write_new(folder / name, content.encode())
-        found = [path for path in _ours(folder) if path != folder / name]  # a comparison beside a run, just now
+        # Not empty if a run and a comparison claim the folder at the same time.
+        found = [path for path in _run_files(folder) if path != folder / name]
         if found:
             (folder / name).unlink()
     if found:
@@ -40,57 +41,58 @@ def claim(folder: Path, name: str = "", content: str = "") -> Path:
     return folder
 
 
-def release(folder: Path, name: str, runs: Iterable[str], made: bool) -> bool:
-    """Give a folder back that was claimed for several runs, if none of them has started; say whether it was so.
+def release(folder: Path, name: str, runs: Iterable[str], created: bool) -> bool:
+    """Undo the claim of a folder for several runs if none of them has started; return whether it was undone.
 
-    A folder that was `made` for them is removed.
+    With `created`, the folder is removed too.
     """
-    own = [folder / run for run in runs]
-    if any((one / "config.toml").exists() for one in own):
+    folders = [folder / run for run in runs]
+    if any((one / "config.toml").exists() for one in folders):
         return False
     (folder / name).unlink(missing_ok=True)
-    for path in (*own, folder) if made else own:
-        with suppress(OSError):  # it is not there, or somebody's
+    for path in (*folders, folder) if created else folders:
+        with suppress(OSError):  # it does not exist, or is not empty
             path.rmdir()
     return True
 
 
-def _ours(folder: Path) -> list[Path]:
-    """Return which files of runs are in a folder; it is made if it is not there."""
+def _run_files(folder: Path) -> list[Path]:
+    """Return the files of runs in a folder; the folder is created if it does not exist."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return [path for path in [*(folder / name for name in _OURS), *folder.glob("*/config.toml")] if path.exists()]
+        paths = [*(folder / name for name in _RUN_FILES), *folder.glob("*/config.toml")]
+        return [path for path in paths if path.exists()]
     except (OSError, ValueError) as error:
         raise unwritable(folder, error) from error
 
 
-def fresh(label: str) -> Path:
-    """Make a new folder under `runs/`, named by time and label."""
+def new_run_folder(label: str) -> Path:
+    """Create a folder under `runs/`, named by time and label."""
     stem = f"{datetime.now():%Y%m%d-%H%M%S}-{label}"
     runs = Path("runs")
     try:
         runs.mkdir(exist_ok=True)
         for attempt in count(1):
             folder = runs / (stem if attempt == 1 else f"{stem}-{attempt}")
-            with suppress(FileExistsError):  # taken, perhaps by a run that started this very second
+            with suppress(FileExistsError):  # another run started in the same second
                 folder.mkdir()
                 return folder
     except OSError as error:
         raise unwritable(runs, error) from error
-    raise AssertionError("count has no end")
+    raise AssertionError("count is infinite")
 
 
-def made_by() -> str:
-    """Return a comment with all versions and the number of threads: results may depend on them."""
+def provenance() -> str:
+    """Return a comment with the versions and the number of threads, on which results may depend."""
     versions = f"fedobp {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     return f"# Made by {versions}, {torch.get_num_threads()} threads\n"
 
 
 class RunFolder:
-    """Writes one run's files into a folder that is its own."""
+    """Writes one run's files into its folder."""
 
     def __init__(self, folder: Path, config: str) -> None:
-        head = f"# Run again with: fedobp run --config config.toml\n{made_by()}"
+        head = f"# Run again with: fedobp run --config config.toml\n{provenance()}"
         self.path = claim(folder, "config.toml", head + config)
 
     def log(self, name: str, line: Mapping[str, Any]) -> None:

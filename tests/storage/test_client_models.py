@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from fedobp import Config, Federation, FedobpError, load_state_dict
 from fedobp.data import data_dir, load, partition
 from fedobp.models import Layout
-from fedobp.runs import Models
+from fedobp.storage import ClientModels
 
 LAYOUT = Layout(("fc.weight", "classifier.bias"), ((2, 3), (4,)))
 SHARED = torch.arange(10.0)
@@ -26,7 +26,7 @@ def personal(*entries, size=10):
 
 def saved(folder, clients=True, **models):
     """Save models of clients 0, 1, ... and return what was made."""
-    made = Models(LAYOUT, SHARED)
+    made = ClientModels(LAYOUT, SHARED)
     for client, entries in enumerate(models.values()):
         made.add(client, *personal(*entries))
     made.save(folder / "models", clients=clients, about={"model": "toy"})
@@ -83,7 +83,7 @@ def test_every_model_comes_back_in_the_layouts_order(tmp_path):
 
 
 def test_clients_are_told_apart_by_their_whole_number(tmp_path):
-    made = Models(LAYOUT, SHARED)
+    made = ClientModels(LAYOUT, SHARED)
     for client in (1, 11, 21, 2):
         made.add(client, *personal(client % 10, client // 10))
     made.save(tmp_path / "models", clients=True, about={})
@@ -93,8 +93,8 @@ def test_clients_are_told_apart_by_their_whole_number(tmp_path):
 
 
 @pytest.mark.parametrize("entries", [(3,), range(8)])
-def test_a_state_dict_is_the_callers_own(entries):
-    made = Models(LAYOUT, SHARED)
+def test_a_state_dict_is_a_copy(entries):
+    made = ClientModels(LAYOUT, SHARED)
     theta, mine = personal(*entries)
     made.add(0, theta, mine)
     theta.zero_()
@@ -105,16 +105,16 @@ def test_a_state_dict_is_the_callers_own(entries):
     assert made.state_dict(0)["fc.weight"][1, 0] == -4
 
 
-def test_a_model_that_differs_outside_its_own_entries_is_a_mistake():
+def test_a_model_that_differs_outside_its_personal_entries_is_a_bug():
     theta, mine = personal(1, 7)
     theta[3] += 1
     with pytest.raises(AssertionError, match="must be the global model's"):
-        Models(LAYOUT, SHARED).add(0, theta, mine)
+        ClientModels(LAYOUT, SHARED).add(0, theta, mine)
 
 
 def test_without_clients_only_the_global_model_is_left():
     layout = Layout(("classifier.weight",), ((10,),))
-    models = Models(layout, torch.zeros(10))
+    models = ClientModels(layout, torch.zeros(10))
     models.add(0, torch.ones(10), torch.ones(10, dtype=torch.bool))
     alone = models.without_clients()
     assert alone.size == models.size == 10
@@ -125,11 +125,11 @@ def test_without_clients_only_the_global_model_is_left():
 
 def test_personal_files_are_small(tmp_path):
     size, clients = 100_000, 20
-    made = Models(Layout(("classifier.weight",), ((size,),)), torch.arange(float(size)))
+    made = ClientModels(Layout(("classifier.weight",), ((size,),)), torch.arange(float(size)))
     for client in range(clients):
         made.add(client, *personal(*range(client, client + 10), size=size))
     made.save(tmp_path / "models", clients=True, about={})
-    # Ten entries of 8 + 4 bytes each and about 150 bytes of header a client, where whole models are 8 MB.
+    # Ten entries of 8 + 4 bytes each and about 150 bytes of header per client, against 8 MB for whole models.
     assert (tmp_path / "models" / "clients.safetensors").stat().st_size < clients * (120 + 250)
     assert (tmp_path / "models" / "global.safetensors").stat().st_size < 4 * size + 1000
 
@@ -138,7 +138,7 @@ def test_personal_files_are_small(tmp_path):
 def test_values_keep_their_precision(tmp_path, dtype):
     shared = (torch.arange(10, dtype=torch.float64) / 3).to(dtype)
     mine = torch.arange(10) == 2
-    made = Models(LAYOUT, shared)
+    made = ClientModels(LAYOUT, shared)
     made.add(0, torch.where(mine, -shared / 7, shared), mine)
     made.save(tmp_path / "models", clients=True, about={})
     found = load_state_dict(tmp_path, 0)["fc.weight"]
@@ -149,7 +149,7 @@ def test_values_keep_their_precision(tmp_path, dtype):
 # Refusals.
 
 
-def test_an_unknown_client_is_told_which_there_are(tmp_path):
+def test_the_error_for_an_unknown_client_names_the_clients(tmp_path):
     made = saved(tmp_path, none=(), two=(1, 7), eight=range(8))
     for ask in (made.state_dict, lambda client: load_state_dict(tmp_path, client)):
         for client in (3, -1):
@@ -187,7 +187,7 @@ def test_a_damaged_file_is_refused(tmp_path, name, damage):
         load_state_dict(tmp_path, 0)
 
 
-def test_a_safetensors_file_of_somebody_else_is_refused(tmp_path):
+def test_a_safetensors_file_without_our_metadata_is_refused(tmp_path):
     (tmp_path / "models").mkdir()
     save_file({"weight": torch.zeros(3)}, tmp_path / "models" / "global.safetensors")
     with pytest.raises(FedobpError, match="holds no readable models"):
@@ -217,7 +217,7 @@ def test_clients_that_do_not_fit_the_global_model_are_refused(tmp_path, entries)
 
 @pytest.fixture(scope="module", params=["fedobp", "fedavg", "fedper", "local", "fedavg-ft"])
 def run(request, tmp_path_factory):
-    """A tiny run of each kind of method: few, no, some and all entries personal."""
+    """A tiny run of methods with few, no, some and all entries personal."""
     out = tmp_path_factory.mktemp("run")
     config = Config(
         dataset="digits", clients=5, rounds=2, epochs=1, model="mlp", participation=0.6, method=request.param

@@ -1,8 +1,8 @@
-"""Final models: one shared vector, and of each client only the entries that are its own.
+"""Final models: the global model, and for each client its personal entries only.
 
-On disk (safetensors, no pickle): `global.safetensors` holds the shared model as an ordinary state dict;
-`clients.safetensors` holds for client i the arrays `i.index` and `i.value`, or `i.vector` where more than half of the
-entries are its own.
+On disk (safetensors, no pickle): `global.safetensors` holds the global model as an ordinary state dict;
+`clients.safetensors` holds for client i the arrays `i.index` and `i.value`, or `i.vector` if more than half of the
+entries are personal.
 """
 
 import json
@@ -18,18 +18,19 @@ from fedobp.files import unwritable, write
 from fedobp.models import Layout
 
 
-class Models:
-    """The models that clients use, kept small."""
+class ClientModels:
+    """The models that clients use; a client takes the memory of its personal entries."""
 
     def __init__(self, layout: Layout, shared: Tensor) -> None:
         self._layout, self._shared = layout, shared.cpu()
         self._clients: dict[int, dict[str, Tensor]] = {}
 
-    def add(self, client: int, theta: Tensor, mine: Tensor) -> None:
-        """Keep a client's model, of which the entries `mine` are its own."""
-        theta, mine = theta.cpu(), mine.cpu()
-        assert torch.equal(theta[~mine], self._shared[~mine]), "entries outside `mine` must be the global model's"
-        index = mine.nonzero()[:, 0]
+    def add(self, client: int, theta: Tensor, personal: Tensor) -> None:
+        """Add a client's model; the mask `personal` marks its personal entries."""
+        theta, personal = theta.cpu(), personal.cpu()
+        shared = ~personal
+        assert torch.equal(theta[shared], self._shared[shared]), "entries outside `personal` must be the global model's"
+        index = personal.nonzero()[:, 0]
         if 2 * len(index) > len(theta):
             self._clients[client] = {"vector": theta.clone()}
         else:
@@ -40,9 +41,9 @@ class Models:
         """Parameters of one model."""
         return self._layout.size
 
-    def without_clients(self) -> "Models":
-        """Return the global model alone, which takes the memory of one model."""
-        return Models(self._layout, self._shared)
+    def without_clients(self) -> "ClientModels":
+        """Return the global model without the clients'."""
+        return ClientModels(self._layout, self._shared)
 
     def state_dict(self, client: int | None = None) -> dict[str, Tensor]:
         """Return a client's model, or the global one, as an ordinary state dict."""
@@ -53,14 +54,14 @@ class Models:
         return _state_dict(self._layout, self._shared, self._clients[client])
 
     def save(self, folder: Path, *, clients: bool, about: Mapping[str, Any]) -> None:
-        """Write the global model with what is known about it, and, if wanted, every client's entries."""
+        """Write the global model with the metadata `about`, and, with `clients`, all clients' entries."""
         from safetensors.torch import save
 
         try:
             folder.mkdir(parents=True)
         except OSError as error:
             raise unwritable(folder, error) from error
-        # One metadata key only: safetensors writes several in no fixed order, and equal runs must give equal bytes.
+        # One metadata key: safetensors writes several in no fixed order, and equal runs must have equal bytes.
         about = {**about, "names": self._layout.names, "clients": sorted(self._clients) if clients else []}
         tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
         write(folder / "global.safetensors", save(tensors, metadata={"fedobp": json.dumps(about)}))
@@ -86,7 +87,7 @@ def load_state_dict(run: str | Path, client: int | None = None) -> dict[str, Ten
         if client not in about["clients"]:
             raise _no_client(client, about["clients"])
         with safe_open(folder / "clients.safetensors", framework="pt") as file:
-            kept = [key for key in file.keys() if key.startswith(f"{client}.")]  # noqa: SIM118 (it is no mapping)
+            kept = [key for key in file.keys() if key.startswith(f"{client}.")]  # noqa: SIM118 (not a mapping)
             record = {key.partition(".")[2]: file.get_tensor(key) for key in kept}
         if not record:
             raise ValueError(f"client {client} is missing")
@@ -108,7 +109,7 @@ def _state_dict(layout: Layout, shared: Tensor, record: Mapping[str, Tensor]) ->
     return {name: tensor.clone() for name, tensor in layout.views(theta).items()}
 
 
-def _no_client(client: int, known: Any) -> FedobpError:
-    if not known:
+def _no_client(client: int, clients: Any) -> FedobpError:
+    if not clients:
         return FedobpError(f"there is no model of client {client}: none were saved (use --save-models all)")
-    return FedobpError(f"there is no model of client {client}: clients are {min(known)} to {max(known)}")
+    return FedobpError(f"there is no model of client {client}: clients are {min(clients)} to {max(clients)}")

@@ -1,0 +1,66 @@
+"""Progress bars on stderr."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fedobp.federation import Progress
+
+
+def _bars_disabled() -> bool:
+    """Return whether to show no bars: stderr is no terminal, or NO_COLOR is set."""
+    return not sys.stderr.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+
+
+@contextmanager
+def task_progress() -> Iterator[Callable[[str, float], None]]:
+    """Show a bar on stderr; the function it yields takes the current step's name and the share that is done."""
+    if _bars_disabled():
+        yield lambda what, share: None
+        return
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (bars.TextColumn("[bold]{task.description}"), bars.BarColumn(), bars.TimeElapsedColumn())
+    with bars.Progress(*columns, console=Console(stderr=True)) as shown:
+        task = shown.add_task("starting", total=1.0)
+        yield lambda what, share: shown.update(task, description=what, completed=share)
+        shown.update(task, description="done", completed=1.0)
+
+
+@contextmanager
+def round_progress(runs: int, rounds: int) -> Iterator[Callable[[str, "Progress"], None]]:
+    """Show a bar of rounds on stderr; the function it yields takes a label and a run's progress."""
+    if _bars_disabled():
+        yield lambda label, at: None
+        return
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (
+        bars.TextColumn("[bold]{task.description}"),
+        bars.BarColumn(),
+        bars.TextColumn("round {task.fields[round]}/{task.fields[rounds]}"),
+        bars.TextColumn("{task.fields[accuracy]}"),
+        bars.TextColumn("{task.fields[speed]}"),
+        bars.TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True)) as shown:
+        task = shown.add_task("starting", total=runs * rounds, round=0, rounds=rounds, accuracy="", speed="")
+
+        def advance(label: str, at: "Progress") -> None:
+            speed = shown.tasks[0].speed
+            shown.update(
+                task,
+                advance=1,
+                description=label,
+                round=at.round,
+                rounds=at.rounds,
+                accuracy="" if at.accuracy is None else f"accuracy {at.accuracy:.1f}",
+                speed="" if speed is None else f"{speed:.1f} rounds/s",
+            )
+
+        yield advance

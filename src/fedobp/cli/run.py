@@ -1,0 +1,75 @@
+"""`fedobp run`: train one method on a federation."""
+
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from functools import partial
+from typing import Any
+
+from fedobp.cli.output import print_result
+from fedobp.cli.progress import round_progress
+from fedobp.cli.settings import (
+    SETTINGS,
+    ConfigFile,
+    Json,
+    Out,
+    PartitionSet,
+    Q,
+    Set,
+    method_options,
+    note_chosen,
+    parse_pairs,
+    with_settings,
+)
+from fedobp.config import Config, read_config
+
+
+@with_settings(*SETTINGS)
+def run(
+    *,
+    given: Mapping[str, Any],
+    set_: Set = None,
+    q: Q = None,
+    partition_set: PartitionSet = None,
+    config: ConfigFile = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Train one method on a federation and write a run folder.
+
+    [bold]Examples[/bold]
+
+    \b
+    fedobp run
+    fedobp run --method fedper --rounds 20 --clients 10 --alpha 0.5
+    fedobp run --dataset cifar10 --q 0.9999 --set score=product --protocol paper
+    fedobp run --config runs/NAME/config.toml
+    """
+    from fedobp.federation import Federation
+    from fedobp.report.tables import run_table
+    from fedobp.storage import new_run_folder
+
+    base = read_config(config) if config else {}
+    options, partition_options = method_options(set_, q), parse_pairs("--partition-set", partition_set)
+    merged = _merged(base, given, options, partition_options)
+    federation = Federation(Config(**merged))
+    resolved = federation.config
+    note_chosen(merged, resolved)
+    folder = out or new_run_folder(f"{resolved.method}-{resolved.dataset}-seed{resolved.seed}")
+    with round_progress(1, resolved.rounds) as advance, redirect_stdout(sys.stderr):  # what plugins print
+        result = federation.run(out=folder, progress=partial(advance, resolved.method))
+    print_result(result.to_json() if as_json else run_table(result), f"Run folder: {folder}")
+
+
+def _merged(
+    base: Mapping[str, Any], given: Mapping[str, Any], options: Mapping[str, Any], partition_options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings of a configuration file with those of the command line on top.
+
+    The file's method options are kept if the method is the same, its partition options if the partition is.
+    """
+    merged = {**base, **given}
+    for name, table, more in (("method", "options", options), ("partition", "partition_options", partition_options)):
+        same = merged.get(name) == base.get(name, merged.get(name))
+        merged[table] = {**(base.get(table, {}) if same else {}), **more}
+    return merged

@@ -1,0 +1,54 @@
+"""Tables and heat maps in terminals of every width: nothing is cut."""
+
+import re
+
+import pytest
+from rich.console import Console
+
+import fedobp
+from fedobp.federation import deal
+from fedobp.report.heat_map import heat_map
+from fedobp.report.tables import compare_table, datasets_table, methods_table, run_table, summarise
+
+WIDTHS = [20, 40, 60, 80, 200]
+
+
+@pytest.fixture(scope="module")
+def results():
+    tiny = {"clients": 5, "rounds": 1, "epochs": 1, "model": "mlp", "holdout_clients": 1}
+    names = ("fedavg-last", "local")
+    return fedobp.sweep([fedobp.Config(**tiny, method=name, seed=seed) for seed in (1, 2) for name in names])
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_names_and_accuracies_are_never_cut(columns, results):
+    shown = rendered(compare_table(results), columns)
+    for row in summarise(results):
+        value = rf"{row['pooled']['mean']:.2f} ±\s+{row['pooled']['std']:.2f}"
+        assert re.search(rf"^ ?{row['method']}\s+(pooled: )?{value}", shown, re.MULTILINE)
+    assert ("seconds.\n" in shown) == (columns in (40, 60, 80))  # too narrow for a column, which is named below
+    for name, accuracy in (("as served", results[0].accuracy), ("own last local model", results[0].last)):
+        value = f"{accuracy.pooled:.2f}"
+        line = rf"^ ?{name}\s+(pooled: )?{value}"
+        assert re.search(line, rendered(run_table(results[0]), columns), re.MULTILINE)
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_lists_and_maps_fit_too(command, columns):
+    rows = command("methods", "--json").json["methods"]
+    assert all(row["name"] in rendered(methods_table(rows), columns) for row in rows)
+    rows = command("data", "list", "--json").json["datasets"]
+    assert all(row["name"] in rendered(datasets_table(rows), columns) for row in rows)
+    dataset, shards = deal(fedobp.Config(clients=5, holdout_clients=1))
+    shown = rendered(heat_map(dataset, shards, columns), columns)
+    assert len([line for line in shown.splitlines() if re.match(r" {5}\d ", line)]) == 5  # a line for each client
+
+
+def rendered(table, columns):
+    """Return a table as a terminal shows it; nothing may be cut or too wide."""
+    console = Console(width=columns, color_system=None)
+    with console.capture() as shown:
+        console.print(table)
+    assert "…" not in shown.get()
+    assert max(map(len, shown.get().splitlines())) <= columns
+    return shown.get()

@@ -1,0 +1,97 @@
+"""Stop signals: the message on stderr, the exit code, and the files of an interrupted run."""
+
+import json
+import signal
+import time
+
+import pytest
+from cli.cases import TINY
+
+import fedobp
+
+
+def test_interrupting_a_run_exits_130_without_a_traceback_and_keeps_the_metrics(start, tmp_path):
+    process = start("-m", "fedobp", "run", *TINY, "--rounds", 100_000, "--out", "here", cwd=tmp_path)
+    metrics = tmp_path / "here" / "metrics.jsonl"
+
+    def rounds():
+        return metrics.read_text().splitlines() if metrics.exists() else []
+
+    while process.poll() is None and len(rounds()) < 3:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    enough = len(rounds()) + 100
+    while process.poll() is None and len(rounds()) < enough:
+        time.sleep(0.05)
+    assert process.poll() == 130, "it goes on, or has ended by itself"
+    assert process.communicate() == ("", "interrupted\n")
+    assert [json.loads(line)["round"] for line in rounds()][:3] == [1, 2, 3]
+    assert not list(tmp_path.rglob("*.part"))
+
+
+# Each case sends its own process a signal, at another point of its life.
+STOP = "import os, signal, sys; stop = lambda number=signal.SIGINT: os.kill(os.getpid(), number)\n"
+
+
+CASES = {
+    "in a command": """
+import fedobp.cli.app
+fedobp.cli.app.app = lambda **_: stop()
+""",
+    "in a command, by SIGTERM": """
+import fedobp.cli.app
+fedobp.cli.app.app = lambda **_: stop(signal.SIGTERM)
+""",
+    "within typer, by SIGTERM": """
+import fedobp.cli.app
+fedobp.cli.compare._refuse_flags = lambda *_: stop(signal.SIGTERM)
+sys.argv = ["fedobp", "compare", "--config", "none.toml"]
+""",
+    "in an import": """
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            stop()
+sys.meta_path.insert(0, Finder())
+sys.argv = ["fedobp", "--version"]
+""",
+    "in an import of a command": """
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            try:
+                stop()
+            except BaseException:
+                raise ImportError("as extension modules do")
+sys.meta_path.insert(0, Finder())
+sys.argv = ["fedobp", "methods"]
+""",
+    "again while the first unwinds": """
+import fedobp.cli.app
+def run():
+    try:
+        stop()
+    finally:
+        stop()
+        print("too late")
+fedobp.cli.main = run
+""",
+    "after the end": """
+import atexit
+atexit.register(stop)
+sys.argv = ["fedobp", "--version"]
+""",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stop_signal_has_its_message_and_exit_code(case, ran):
+    said = ran("-c", STOP + CASES[case] + "from fedobp.__main__ import main; main()")
+    assert (said.code, said.err) == ((143, "terminated\n") if "SIGTERM" in case else (130, "interrupted\n"))
+    assert "too late" not in said.out
+
+
+def test_a_signal_that_the_caller_ignores_stays_ignored(ran):
+    code = STOP + "signal.signal(signal.SIGINT, signal.SIG_IGN); import atexit; atexit.register(stop)\n"
+    code += "sys.argv = ['fedobp', '--version']; from fedobp.__main__ import main; main()"
+    assert ran("-c", code) == (0, f"fedobp {fedobp.__version__}\n", "")
