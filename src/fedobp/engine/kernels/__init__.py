@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from fedobp.engine.kernels.step import Arithmetic
 
 
-# The only version that the kernels are tested with. The compiler matters: docs/notes/performance-log.md,
-# "Fixed: shared-memory race in the conv2 weight gradient".
+# The version that the kernels were run with: what another makes of them nobody has looked at, and it matters
+# (docs/performance.md, "A tile that was copied over").
 _TRITON = "3.6"
 
 
