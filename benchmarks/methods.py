@@ -258,7 +258,7 @@ def pages(given: argparse.Namespace) -> None:
             f"{BEGIN}\n## Measured\n\n{setting}:\nthe best of rounds 100, 200, 300 and 400, mean over seeds "
             f"(`benchmarks/methods.py`, one H200).\n\n{markdown(rows)}\n\n"
             f"![accuracy by round]({place}/{image.name})\n\n"
-            f"A line for each seed; in grey others, with the first seed.\n{END}\n"
+            f"One line per seed. Grey: other methods, first seed.\n{END}\n"
         )
         old = page.read_text()
         start = old.index(BEGIN) if BEGIN in old else len(old)

@@ -203,7 +203,9 @@ def peak(device: torch.device, precision: Precision, seconds: float) -> float:
 def bench(
     config: Config, *, runs: int = 1, seconds: float = 30.0, progress: Callable[[str, float], None] | None = None
 ) -> tuple[Bench, Config]:
-    """Measure both engines in about as many seconds, and return the resolved settings too; `progress` is told what is under way, and the share of time gone.
+    """Measure both engines in about as many seconds; return what was measured, and the resolved settings.
+
+    `progress` is called with the name of the current part, and the share of the time that has passed.
 
     Runs differ in their seeds and share a partition.
     """
