@@ -17,7 +17,7 @@ from fedobp.data import FederatedData
 from fedobp.engine import Budget, Engine, Population, Store, Task, Trained, diverged, pooled_gradient
 from fedobp.errors import FedobpError
 from fedobp.evaluation import Accuracy, Cold, Evaluator, Report, protocol
-from fedobp.keys import NOBODY, Purpose, fold, permutation
+from fedobp.keys import NO_CLIENT, Purpose, fold, permutation
 from fedobp.models import Model
 from fedobp.result import Compute, Result, Traffic
 from fedobp.runs import Models, RunFolder
@@ -35,7 +35,7 @@ def cohorts(config: Config) -> Iterator[Tensor]:
             yield torch.tensor(stream.sample(list(range(config.trainers)), size))
     else:
         for round in range(1, config.rounds + 1):
-            yield permutation(fold(config.seed, round, NOBODY, Purpose.COHORT), config.trainers)[:size]
+            yield permutation(fold(config.seed, round, NO_CLIENT, Purpose.COHORT), config.trainers)[:size]
 
 
 class Course:

@@ -37,7 +37,7 @@ from fedobp.algorithms.base import (
     option,
     to_all,
 )
-from fedobp.keys import NOBODY, Purpose, fold, normal, uniform
+from fedobp.keys import NO_CLIENT, Purpose, fold, normal, uniform
 from fedobp.models import Model
 
 # What rounding may not decide. Two clients at one point have an energy of 1e8: others still have to count beside it.
@@ -175,7 +175,7 @@ class Floco(Method):
         """Draw the endpoints (Xavier, normal); the global model's weight is their middle from the start."""
         weight, _ = model.head(theta)
         count = self.endpoints or int(self._of_mode(20, 10))
-        draws = normal(fold(seed, 0, NOBODY, Purpose.BEGIN), count * weight.numel())
+        draws = normal(fold(seed, 0, NO_CLIENT, Purpose.BEGIN), count * weight.numel())
         ends, centre = (draws * math.sqrt(2 / sum(weight.shape))).to(theta), theta.new_full((count,), 1 / count)
         middle = model_at(model, centre, model.layout.split(theta, is_weight)[0], ends)
         return Start({"theta": middle, "ends": ends}, row={"centre": centre}, own={})

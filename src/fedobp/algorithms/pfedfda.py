@@ -44,7 +44,7 @@ from fedobp.algorithms.base import (
 )
 from fedobp.algorithms.fedavg import take_global, upload_model
 from fedobp.algorithms.gaussians import EPS, Held, best_beta, discriminant, estimate, shrunk
-from fedobp.keys import NOBODY, Purpose, fold, uniform
+from fedobp.keys import NO_CLIENT, Purpose, fold, uniform
 from fedobp.models import Model
 
 _FOLDS = 2
@@ -120,7 +120,7 @@ class PFedFDA(Method):
     def begin(self, model: Model, theta: Tensor, seed: int) -> Start:
         """Means are uniform in [0, 1], the covariance is the identity; the server's model keeps theta^0's head."""
         classes, size = model.head(theta)[0].shape
-        mean = uniform(fold(seed, 0, NOBODY, Purpose.BEGIN), classes * size).to(theta)
+        mean = uniform(fold(seed, 0, NO_CLIENT, Purpose.BEGIN), classes * size).to(theta)
         covariance = torch.eye(size).flatten().to(theta)
         return Start(server={"theta": theta, "mean": mean, "covariance": covariance}, row={}, own={})
 
