@@ -1,14 +1,14 @@
-"""What the fused kernels gain on a CUDA card: whole runs, where a round's time goes, and how soon the first step comes.
+"""Measure the fused kernels on a CUDA GPU: whole runs, the time of a round by kernel, and the start-up time.
 
     python benchmarks/kernels.py run --runs 1,16                 # the paper's federation, FedOBP, 400 rounds
     python benchmarks/kernels.py run --runs 1 --dataset fmnist --precision tf32
-    python benchmarks/kernels.py baselines                          # beside the general path and the serial engine
+    python benchmarks/kernels.py baselines                       # against the general path and the serial engine
     python benchmarks/kernels.py profile                         # a round, kernel by kernel
     python benchmarks/kernels.py start                           # from the first CUDA call to the first step
 
-With $FEDOBP_DATA the images are real; without, they are noise of the same shape and number, and accuracies mean
-nothing. A run's time holds all its rounds and evaluations, and the making of its graphs; loading the data, and
-compiling kernels, which a process does once, are shown apart.
+With $FEDOBP_DATA the images are real; without it they are noise of the same shape and number, and accuracies are
+meaningless. The time of a run includes all rounds and evaluations, and the capture of its graphs; loading the data and
+compiling kernels, which a process does once, are shown separately.
 """
 
 import argparse
@@ -42,7 +42,7 @@ DEVICE = torch.device("cuda")
 
 
 def paper(dataset: str, precision: str, rounds: int, folder: str, **given: Any) -> Config:
-    """Return the paper's setting; where the data is not there, `folder` gets noise instead."""
+    """Return the paper's setting; if the data is missing, write noise to `folder` and use that."""
     base: dict[str, Any] = {"dataset": dataset, "clients": 100, "alpha": 0.1, "partition_seed": 42, "rounds": rounds,
                             "precision": precision, "device": "cuda", "eval_every": 100, "save_models": "none",
                             "data_dir": str(data_dir()), **given}  # fmt: skip
@@ -56,7 +56,7 @@ def paper(dataset: str, precision: str, rounds: int, folder: str, **given: Any) 
 
 
 def whole(config: Config, runs: int) -> None:
-    """Time whole runs side by side, after two rounds for which everything is compiled."""
+    """Time whole runs side by side, after two warm-up rounds that compile everything."""
     configs = [replace(config, seed=42 + run) for run in range(runs)]
     begun = time.perf_counter()
     sweep([replace(one, rounds=2) for one in configs], keep_models=False)
@@ -66,10 +66,10 @@ def whole(config: Config, runs: int) -> None:
     results = sweep(configs, keep_models=False)
     clock(DEVICE)
     took = time.perf_counter() - begun
-    own = sum(result.seconds for result in results)
+    seconds = sum(result.seconds for result in results)
     accuracies = [result.accuracy.pooled for result in results]
-    print(f"{config.method} {config.dataset} {config.precision}: {runs} x {config.rounds} rounds in {own:.2f} s, "
-          f"{own / runs:.2f} s a run; {took:.2f} s with loading, two rounds before it {first:.2f} s; "
+    print(f"{config.method} {config.dataset} {config.precision}: {runs} x {config.rounds} rounds in {seconds:.2f} s, "
+          f"{seconds / runs:.2f} s a run; {took:.2f} s with loading, two rounds before it {first:.2f} s; "
           f"accuracy {statistics.fmean(accuracies):.2f} ({min(accuracies):.2f} to {max(accuracies):.2f})")  # fmt: skip
     for name in ("last", "finetuned"):
         if getattr(results[0], name):
@@ -77,7 +77,7 @@ def whole(config: Config, runs: int) -> None:
 
 
 def profile(config: Config, runs: int) -> None:
-    """Show where the device's time goes in ten typical rounds, and how much of the time it works."""
+    """Show the device time of ten typical rounds by kernel, and how much of the time the device is busy."""
     dataset, shards = deal(config)
     data = FederatedData(dataset, shards, DEVICE, torch.float32)
     model = Model(config.model, data.shape, data.classes)
@@ -98,7 +98,7 @@ def profile(config: Config, runs: int) -> None:
             spent[event.key][0] += event.self_device_time_total / 1e3
             spent[event.key][1] += event.count
     busy = sum(took for took, _ in spent.values())
-    print(f"{runs} runs, {config.precision}, ten rounds: {alone * 1e3:.1f} ms, the device works {busy:.1f} ms")
+    print(f"{runs} runs, {config.precision}, ten rounds: {alone * 1e3:.1f} ms, the device is busy {busy:.1f} ms")
     for name, (took, count) in sorted(spent.items(), key=lambda one: -one[1][0])[:40]:
         print(f"  {took:9.2f} ms {took / busy:6.1%} {int(count):7d}  {name[:110]}")
     begun = clock(DEVICE)
@@ -108,9 +108,9 @@ def profile(config: Config, runs: int) -> None:
 
 
 def baselines(config: Config) -> None:
-    """Time rounds that stand for all of them, with the kernels, without them, and one client after the other.
+    """Time representative rounds with the kernels, without them, and with the serial engine.
 
-    From what a client-step takes there and from an evaluation of all clients, a whole run is estimated.
+    The time of a whole run is estimated from the time of a client-step and of an evaluation of all clients.
     """
     dataset, shards = deal(config)
     data = FederatedData(dataset, shards, DEVICE, torch.float32)
@@ -125,7 +125,7 @@ def baselines(config: Config) -> None:
             engine = engine_for(mine, model)
             trial = Trial(mine, model, data, Budget())
             moments = [[trial.moment(at + 1, who[at])] for at in rounds]
-            train(engine, [trial], moments[:1] if mine is serial else moments)  # libraries, graphs
+            train(engine, [trial], moments[:1] if mine is serial else moments)  # warm-up: libraries, graphs
             took = train(engine, [trial], moments)
             trial.evaluate(engine)
             tested = trial.evaluate(engine)
@@ -136,7 +136,7 @@ def baselines(config: Config) -> None:
 
 
 def start(precision: Precision) -> None:
-    """Time a fresh process from its first CUDA call to the end of its first step, twice: the second finds a cache."""
+    """Time a new process from its first CUDA call to the end of its first step, twice: the second has a warm cache."""
     for name in ("first", "second"):
         done = subprocess.run(
             [sys.executable, __file__, "step", "--precision", precision], capture_output=True, text=True
@@ -145,7 +145,7 @@ def start(precision: Precision) -> None:
 
 
 def step(precision: Precision) -> None:
-    """Take one step of ten lanes of CIFAR10's shape, and print how long it took from the first CUDA call."""
+    """Take one step of ten lanes of CIFAR10's shape, and print the time since the first CUDA call."""
     config = Config(dataset="cifar10", device="cuda", precision=precision, clients=10, participation=1.0, epochs=1,
                     partition="iid", model="cnn", rounds=1)  # fmt: skip
     dataset = noise("cifar10", (32, 32, 3), 600, 10)
@@ -154,16 +154,16 @@ def step(precision: Precision) -> None:
     begun = time.perf_counter()
     data = FederatedData(dataset, shards, DEVICE, torch.float32)
     clock(DEVICE)
-    awake = time.perf_counter() - begun
+    cuda_ready = time.perf_counter() - begun
     trial = Trial(config, model, data, Budget())
     train(engine_for(config, model), [trial], [[trial.moment(1, torch.arange(10))]])
     print(
-        f"{time.perf_counter() - begun:.2f} s to the end of the first steps, {awake:.2f} s of them until CUDA answers"
+        f"{time.perf_counter() - begun:.2f} s to the end of the first steps, of which CUDA start-up {cuda_ready:.2f} s"
     )
 
 
 def main() -> None:
-    """Run a section."""
+    """Run one section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("section", choices=["run", "baselines", "profile", "start", "step"])
     parser.add_argument("--runs", default="1", help="how many runs side by side; several numbers: 1,16")

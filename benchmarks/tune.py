@@ -1,10 +1,10 @@
-"""Find tile shapes for a card: every kernel of the fused step over a grid of shapes, then the whole step.
+"""Tune tile shapes for a GPU: every kernel of the fused step over a grid of shapes, then the whole step.
 
     python benchmarks/tune.py --precision bf16 --lanes 1,10,160
-    python benchmarks/tune.py --kernels "" --lanes 1,4,10,160    # look for nothing: what the shapes in use take
+    python benchmarks/tune.py --kernels "" --lanes 1,4,10,160    # no search: time the shapes in use
 
-Prints, for each number of lanes, the best shapes as an entry of src/fedobp/engine/kernels/tiles.py, and how long each
-kernel and the whole step take with them. Shapes that the card has no room for are left out.
+Prints, for each number of lanes, the best shapes as an entry of src/fedobp/engine/kernels/tiles.py, and the times of
+each kernel and of the whole step. Shapes that need more resources than the GPU has are skipped.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from fedobp.engine.kernels.tiles import EXACT, Tile, Tiles, tiles_for
 
 STEPS = 512
 SAMPLES = 4096
-# Partial sums that are tried, for few lanes and for many.
+# Numbers of partial sums to try, for few lanes and for many.
 SPLITS = {True: list(product((28, 49), (5, 12))), False: list(product((4, 7, 14), (1, 2, 5)))}
 
 
 def candidates(kernel: str, few: bool, precision: str) -> Iterator[dict[str, object]]:
-    """Yield the changes to a table entry that are tried for one kernel."""
-    # Two warps take the older matrix instruction, which reads float32 operands in any order.
+    """Yield the changes to a table entry to try for one kernel."""
+    # With two warps Triton uses the older matrix instruction, which reads float32 operands in any layout.
     warps = (4, 8) if precision == "bf16" else (2, 4, 8)
     shapes: dict[str, Iterator[tuple[int, ...]]] = {
         "conv1": product((64,), (1,) if few else (2, 7, 14), warps, (2, 3)),
@@ -52,7 +52,7 @@ def candidates(kernel: str, few: bool, precision: str) -> Iterator[dict[str, obj
 
 
 def changed(tiles: Tiles, change: dict[str, object]) -> Tiles:
-    """Return a table entry with a change."""
+    """Return a table entry with a change applied."""
     return replace(tiles, **change)  # type: ignore[arg-type]
 
 
@@ -87,7 +87,7 @@ class Bench:
 
 
 def timed(job: Callable[[], object], reset: Callable[[], None], times: int = 20, loops: int = 5) -> float:
-    """Return the microseconds that a job takes when it is replayed from a graph."""
+    """Return the time of a job in microseconds, replayed from a graph."""
     job()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -112,18 +112,18 @@ def _small(shapes: Shapes, precision: str) -> Bench:
 
 
 def compiles(shapes: Shapes, precision: str, lanes: int, kernel: str, tiles: Tiles) -> bool:
-    """Compile one kernel, so that it lies in Triton's cache, and say whether it runs."""
+    """Compile one kernel into Triton's cache, and return whether it runs."""
     bench = _small(shapes, precision)
     try:
         launches(bench.config, bench.buf, tiles, 1, lanes > EXACT, bench.samples)[kernel]()
         torch.cuda.synchronize()
-    except Exception:  # no room on the card, or nothing that the compiler can do with it
+    except Exception:  # too few resources on the GPU, or the compiler fails
         return False
     return True
 
 
 def table(precision: str) -> tuple[Tiles, ...]:
-    """Return the entries that are in use; on a card or in a precision without any, the H200's for bf16 to start."""
+    """Return the entries in use; for a GPU or a precision without any, start from the H200's for bf16."""
     found = tiles_for(torch.cuda.get_device_capability(), precision) or tiles_for((9, 0), "bf16")
     assert found is not None
     return found
@@ -142,7 +142,7 @@ def best_of(bench: Bench, kernel: str, tiles: Tiles, compiled: set[Tiles], show:
         for change in candidates(kernel, bench.lanes <= EXACT, bench.config.precision)
         if changed(start, change) in compiled
     ]
-    # A kernel that splits its sums finer leaves more for `update` to do.
+    # More splits make `update` slower.
     extra = ["update"] if kernel == "weights_backward" else []
 
     def price(shape: Tiles) -> float:

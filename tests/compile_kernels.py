@@ -1,9 +1,9 @@
-"""Compile every kernel for sm_90 without a card: python tests/compile_kernels.py [0|1], half of them or all.
+"""Compile every kernel for sm_90 without a GPU: python tests/compile_kernels.py [0|1], half of them or all.
 
-The interpreter accepts what the compiler refuses, so this is asked of it: the tables' shapes in every precision; both
-image sizes, every term of the rule, evaluation and losses of a method's own in each; other parts, batches and numbers
-of classes in `bf16`. What needs more shared memory than the card has is an error, and so are spilled registers in the
-paper's own setting (not in `tf32`), and tiles that are copied over before all their readers have done.
+The interpreter accepts code that the compiler rejects. This compiles the tile shapes of all tables in every precision;
+both image sizes, every term of the update, evaluation and custom losses in each; other parts, batch sizes and numbers
+of classes in `bf16`. Errors are: more shared memory than the GPU has, spilled registers in the paper's setting (not in
+`tf32`), and tiles that are overwritten while they are still read.
 """
 
 import re
@@ -31,7 +31,7 @@ TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int8: "*i8", tor
          torch.int64: "*i64"}  # fmt: skip
 SHARED = 227 * 1024
 USAGE = [Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump", "--dump-resource-usage"]
-PAPER_SETTING = False  # whether it is the paper's own setting
+PAPER_SETTING = False  # whether this is the paper's setting
 compiled_keys: set[object] = set()
 problems: list[str] = []
 
@@ -39,9 +39,9 @@ problems: list[str] = []
 def overwritten_buffers(text):
     """Return the buffers that asynchronous copies in a loop write while they are still read.
 
-    A buffer has a few slots, of which copies before the loop fill some; a copy in the loop fills the slot after these,
-    which must be another one than this iteration's product reads, and than the last one's if that may still be at work.
-    What is loaded into registers is read at once, but must not come after a copy into the same slot.
+    A buffer has a few slots, of which copies before the loop fill some. A copy in the loop fills the next slot, which
+    must differ from the slot that this iteration's product reads, and from the previous iteration's if that product may
+    still be running. A load into registers reads at once, but must not follow a copy into the same slot.
     """
     slots = {name: int(n) for name, n in re.findall(r"(%\S+) = ttg.local_alloc : \(\) -> !ttg.memdesc<(\d+)x", text)}
     place, found = {}, set()
@@ -70,7 +70,7 @@ def overwritten_buffers(text):
 
 @triton.jit
 def summed_too(a, b, out, TILES: tl.constexpr):
-    """What Triton 3.6 compiles wrongly: a tile that a product reads and that is summed."""
+    """A tile that a product reads and that is also summed: Triton 3.6 compiles this incorrectly."""
     r, n = tl.arange(0, 64), tl.arange(0, 64)
     z = tl.zeros((64, 64), tl.float32)
     total = tl.zeros((64,), tl.float32)
@@ -82,7 +82,7 @@ def summed_too(a, b, out, TILES: tl.constexpr):
 
 
 def compile_instead(self, *args, grid, warmup, **options):
-    """Compile what would have been launched, and return its TTGIR; stands in for JITFunction.run."""
+    """Compile a kernel instead of launching it, and return its TTGIR; replaces JITFunction.run."""
     signature, constants, hints = {}, {}, {}
     for index, (parameter, value) in enumerate(zip(self.params, args, strict=True)):
         if parameter.is_constexpr:
@@ -101,25 +101,25 @@ def compile_instead(self, *args, grid, warmup, **options):
     )
     if kernel.metadata.shared > SHARED:
         problems.append(f"{about} needs {kernel.metadata.shared} bytes of shared memory")
-    # Triton 3.6 makes this kernel read beyond its shared memory where operands do not come by asynchronous copies.
+    # Triton 3.6 makes this kernel read beyond its shared memory where its operands are not copied asynchronously.
     text = kernel.asm["ttgir"]
     for place in re.findall(r"^(#\w+) = #ttg.nvmma_shared", text, re.MULTILINE):
         if self.__name__ == "weights_backward" and re.search(rf"local_alloc %\S+ : .*{place}, #smem", text):
             problems.append(f"{about} is not pipelined")
     if buffers := overwritten_buffers(text):
-        problems.append(f"{about} copies over {', '.join(sorted(buffers))} while it is read")
+        problems.append(f"{about} overwrites {', '.join(sorted(buffers))} while it is read")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = subprocess.run([*USAGE, file.name], capture_output=True, text=True, check=True).stdout
-    spilled = int(re.search(r"STACK:(\d+)", usage)[1])  # nothing else is on these kernels' stacks
+    spilled = int(re.search(r"STACK:(\d+)", usage)[1])  # these kernels use the stack for nothing else
     if spilled and PAPER_SETTING:
         problems.append(f"{about} spills {spilled} bytes")
     return text
 
 
 def compile_custom_losses(shapes, precision, lanes):
-    """Compile what gradients of losses of a method's own launch, of batches and of single samples."""
+    """Compile the kernels of custom losses' gradients, for batches and for single samples."""
     config = ConvConfig(shapes.side, shapes.channels, precision, tiles_for((9, 0), precision))
     sizes = ((32, shapes.channels, 5, 5), (32,), (64, 32, 5, 5), (64,))
     weights = [torch.zeros(lanes, *size) for size in sizes]
@@ -139,7 +139,7 @@ def compile_step(config, tiles, lanes):
 
 
 def main():
-    """Compile this half."""
+    """Compile all kernels, or the half that is asked for."""
     assert not triton.knobs.runtime.interpret, "unset TRITON_INTERPRET"
     JITFunction.run = compile_instead
     global PAPER_SETTING
@@ -171,7 +171,7 @@ def main():
         sys.exit("\n".join(problems))
     tile = torch.zeros(1, dtype=torch.bfloat16)
     text = summed_too[1,](tile, tile, torch.zeros(1), 8, num_warps=4, num_stages=3)
-    assert "copies over %tile" in "".join(problems), "no longer found, or no longer a mistake of Triton's"
+    assert "overwrites %tile" in "".join(problems), "the check misses the race, or Triton no longer compiles it"
     [load] = re.findall(r".*local_load .*\n", text)
     waiting = text.replace("isAsync = true", "")
     assert not overwritten_buffers(waiting)

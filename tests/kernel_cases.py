@@ -1,4 +1,4 @@
-"""Steps of the fused kernels beside plain autograd in float64: shared by the interpreter's tests and the card's."""
+"""Steps of the fused kernels against plain autograd in float64: shared by the tests with and without a GPU."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ PULL = (0.0, 0.3, 1.5)
 
 @dataclass(frozen=True)
 class Case:
-    """Two lanes: of two steps, the second with a partial batch, and of one step with two samples."""
+    """Two lanes: one of two steps, the second with a partial batch, and one of one step with two samples."""
 
     side: int = 28
     channels: int = 1
@@ -34,8 +34,8 @@ class Case:
     counts: tuple[tuple[int, ...], ...] = ((16, 5), (2, 0))
 
 
-# All terms of the rule, none, and, with the lanes that are asleep (momentum and decay), each one without each other;
-# every part; both sizes of images; batches and classes that are padded.
+# All terms of the rule, none, and, together with the tests of idle lanes (momentum and decay), each term without each
+# other; every part; both image sizes; padded batches and classes.
 CASES = {
     "plain": Case(),
     "head": Case(part="head", terms=("momentum", "drift", "moving")),
@@ -48,7 +48,7 @@ CASES = {
 
 
 def rounded(value, precision):
-    """What a product reads of a value: bf16 is rounded to the nearest, of tf32 the card leaves the last 13 bits out."""
+    """The operand of a product: bf16 is rounded to the nearest; for tf32 the GPU drops the last 13 bits."""
     if precision == "bf16":
         return value.bfloat16().to(value.dtype)
     if precision == "tf32":
@@ -57,12 +57,12 @@ def rounded(value, precision):
 
 
 class _Rounded(torch.autograd.Function):
-    """A value or its gradient, or both, on the way to a product."""
+    """Round a value or its gradient, or both, as operands of a product."""
 
     @staticmethod
-    def forward(ctx, value, precision, ahead, back):
-        ctx.precision = precision if back else "fp32"
-        return rounded(value, precision) if ahead else value.clone()
+    def forward(ctx, value, precision, round_value, round_gradient):
+        ctx.precision = precision if round_gradient else "fp32"
+        return rounded(value, precision) if round_value else value.clone()
 
     @staticmethod
     def backward(ctx, gradient):
@@ -78,14 +78,14 @@ def _twice(value, precision):
 
 
 def rounded_features(weights, x, precision):
-    """The convolutions with products' inputs rounded as the kernels do, on both ways: [B, 64, P2, P2]."""
+    """The convolutions with operands rounded as in the kernels, forward and backward: [B, 64, P2, P2]."""
     w1, b1, w2, b2 = weights
     h = functional.max_pool2d(functional.conv2d(_once(x, precision), _once(w1, precision), b1).relu(), 2)
     return functional.max_pool2d(functional.conv2d(_twice(h, precision), _once(w2, precision), b2).relu(), 2)
 
 
 def rounded_logits(weights, x, precision):
-    """The CNN with products' inputs rounded as the kernels do, on both ways; `weights` are its tensors in order."""
+    """The CNN with operands rounded as in the kernels, forward and backward; `weights` are its tensors in order."""
     *convolutions, wf, bf, wc, bc = weights
     h = rounded_features(convolutions, x, precision)
     h = functional.linear(_twice(h.flatten(1), precision), _once(wf, precision), bf).relu()
@@ -121,7 +121,7 @@ class Problem:
         }
 
     def rule(self):
-        """The rule of the case's terms, as the engine gives it."""
+        """The case's rule, as the engine builds it."""
         terms = {"lr", *self.case.terms, *(["anchor"] if "pull" in self.case.terms else [])}
         given = {**self.numbers, **self.vectors}
         used = {name: given[name].to(self.device) for name in given if name in terms}
@@ -130,7 +130,7 @@ class Problem:
         return Rule(**used)
 
     def train(self, fused: Fused):
-        """Train by the kernels: (vectors, losses), on the CPU."""
+        """Train with the kernels, and return (vectors, losses) on the CPU."""
         theta = self.theta.to(self.device, copy=True)
         lanes = len(theta)
         ids, counts = self.ids.to(self.device), self.counts.to(self.device)
@@ -138,13 +138,13 @@ class Problem:
         return theta.cpu(), loss.cpu()
 
     def inputs(self, ids, precision="fp32"):
-        """Scaled inputs in float64; where products round them, from float32's: a last bit decides which way."""
+        """Scaled inputs in float64, computed in float32 if products round them: its last bit decides the rounding."""
         dtype = torch.float64 if precision == "fp32" else torch.float32
         x, unit, mean, std = self.data.x.cpu()[ids].to(dtype), self.data.unit, self.data.mean.cpu(), self.data.std.cpu()
         return ((x - (unit * mean.to(dtype))) * (1 / (unit * std.to(dtype)))).double()
 
     def expected(self, precision="fp32"):
-        """The same in float64, one lane after the other, one term after the other, but for products' inputs."""
+        """The same in float64, lane by lane and term by term, apart from the rounding of operands."""
         case, head = self.case, self.model.layout.is_head()
         inside = {"all": torch.ones_like(head), "head": head, "base": ~head}[case.part]
         vectors, losses = [], []
@@ -176,15 +176,15 @@ class Problem:
         return torch.stack(vectors), torch.tensor(losses)
 
     def labels(self, fused, sizes):
-        """Yield, lane by lane, the labels that the kernels give to so many samples, and the logits in float64."""
+        """Yield, lane by lane, the labels that the kernels predict for `sizes` samples, and the logits in float64."""
         ids = torch.randint(0, SAMPLES, (len(sizes), sizes[0]), generator=torch.Generator().manual_seed(1))
         found = fused.labels(self.theta.to(self.device), ids.to(self.device), sizes, self.data).cpu()
         for lane, size in enumerate(sizes):
             yield found[lane, :size], self.model.logits(self.theta[lane].double(), self.inputs(ids[lane, :size]))
 
     def errors(self, theta, expected):
-        """How wrong each tensor's change is in each lane [tensors, lanes]: as a share of that change, or as it is where
-        nothing should change."""
+        """The error of each tensor's change in each lane [tensors, lanes]: relative, or absolute where nothing should
+        change."""
         found = []
         for where in self.model.layout.slices.values():
             right, before = expected[:, where].double(), self.theta[:, where].double()
@@ -194,7 +194,7 @@ class Problem:
 
 
 def fill_with_nan(buffers):
-    """Fill what steps work on with NaN, but for the zeros that nobody ever writes: d2's frame, and what follows x."""
+    """Fill the buffers with NaN, except for zeros that are never written: the border of d2 and the tail of x."""
     for name, buffer in vars(buffers).items():
         if isinstance(buffer, torch.Tensor) and buffer.is_floating_point() and name != "d2":
             (buffer[:-TAIL] if name == "x" else buffer).fill_(float("nan"))

@@ -1,4 +1,4 @@
-"""Scores, smoothing, normalisation and thresholds, against numbers worked out by hand and an exact reference."""
+"""Scores, smoothing, normalisation and thresholds, against numbers computed by hand and an exact reference."""
 
 import math
 from decimal import Decimal
@@ -67,15 +67,15 @@ def test_squared_is_the_squared_difference():
     assert squared(vector(3, -1, 0.5, 2), vector(1, 1, 0.5, -1)).tolist() == [4, 4, 0, 9]
 
 
-def test_product_is_the_absolute_difference_times_the_own_value():
-    own, shared = vector(3, -1, 0.5, 2, -1, 0), vector(1, 1, 0.5, 3, -3, 7)
-    assert product(own, shared).tolist() == [6, 2, 0, 2, 2, 0]
+def test_product_is_the_absolute_difference_times_the_clients_value():
+    client, shared = vector(3, -1, 0.5, 2, -1, 0), vector(1, 1, 0.5, 3, -3, 7)
+    assert product(client, shared).tolist() == [6, 2, 0, 2, 2, 0]
 
 
 def test_scores_broadcast_one_global_model_over_clients():
-    own, shared = torch.tensor([[1.0, 2.0], [3.0, 5.0]]), vector(1, 1)
-    assert squared(own, shared).tolist() == [[0, 1], [4, 16]]
-    assert product(own, shared).tolist() == [[0, 2], [6, 20]]
+    client, shared = torch.tensor([[1.0, 2.0], [3.0, 5.0]]), vector(1, 1)
+    assert squared(client, shared).tolist() == [[0, 1], [4, 16]]
+    assert product(client, shared).tolist() == [[0, 2], [6, 20]]
 
 
 def test_scores_are_found_by_their_names():
@@ -94,7 +94,7 @@ IMAGE = (1, 8, 8)
     ("name", "shape"),
     [("mlp", (6,)), ("cnn-small", IMAGE), ("residual", IMAGE), ("products", IMAGE), ("without-bias", IMAGE)],
 )
-def test_squared_gradients_are_summed_over_the_samples_that_are_real(name, shape, dtype):
+def test_squared_gradients_are_summed_over_real_samples(name, shape, dtype):
     model, draw = Model(name, shape, 3), torch.Generator().manual_seed(1)
     thetas = torch.stack([model.initial(seed) for seed in (0, 1)]).to(dtype)
     x, y = torch.randn(2, 5, *shape, generator=draw).to(dtype), torch.randint(3, (2, 5), generator=draw)
@@ -115,26 +115,26 @@ def test_squared_gradients_are_summed_over_the_samples_that_are_real(name, shape
 # Smoothing
 
 
-def test_smooth_weighs_the_past_by_ema_and_starts_with_the_score():
-    score, before = torch.tensor([[1.0, 2.0], [10.0, 20.0]]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])
-    smoothed = smooth(score, before, torch.tensor([True, False]), 0.25)
+def test_smooth_weights_the_previous_value_by_ema_and_starts_with_the_score():
+    score, previous = torch.tensor([[1.0, 2.0], [10.0, 20.0]]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])
+    smoothed = smooth(score, previous, torch.tensor([True, False]), 0.25)
     assert smoothed.tolist() == [[0.75 * 1 + 0.25 * 5, 0.75 * 2 + 0.25 * 6], [10, 20]] == [[2, 3], [10, 20]]
 
 
 @pytest.mark.parametrize(("ema", "expected"), [(0.0, [1, 2]), (1.0, [5, 6])])
-def test_smooth_at_its_limits_is_the_score_or_the_past(ema, expected):
+def test_smooth_at_its_limits_is_the_score_or_the_previous_value(ema, expected):
     assert smooth(vector(1, 2), vector(5, 6), torch.tensor(True), ema).tolist() == expected
 
 
-def test_smooth_ignores_what_an_unknown_client_holds():
+def test_smooth_ignores_the_previous_value_of_a_new_client():
     assert smooth(vector(1, 2), vector(math.nan, math.inf), torch.tensor(False), 0.5).tolist() == [1, 2]
 
 
 def test_smooth_takes_any_leading_axes():
-    score, before = torch.ones(2, 3, 4), torch.full((2, 3, 4), 5.0)
-    known = torch.tensor([[True, False, True], [False, True, False]])
-    smoothed = smooth(score, before, known, 0.5)
-    assert smoothed.tolist() == torch.where(known[:, :, None].expand(2, 3, 4), 3.0, 1.0).tolist()
+    score, previous = torch.ones(2, 3, 4), torch.full((2, 3, 4), 5.0)
+    has_previous = torch.tensor([[True, False, True], [False, True, False]])
+    smoothed = smooth(score, previous, has_previous, 0.5)
+    assert smoothed.tolist() == torch.where(has_previous[:, :, None].expand(2, 3, 4), 3.0, 1.0).tolist()
 
 
 # Normalisation
@@ -144,7 +144,7 @@ def test_scale_global_is_min_max_over_the_row():
     assert scale_global(vector(2, 4, 3, 6)).tolist() == [0, 0.5, 0.25, 1]
 
 
-def test_scale_global_treats_each_row_by_itself_and_equal_scores_become_zero():
+def test_scale_global_scales_each_row_separately_and_equal_scores_become_zero():
     rows = torch.tensor([[0.0, 5.0, 10.0], [7.0, 7.0, 7.0], [0.0, 0.0, 0.0], [1.0, 2.0, 3.0]])
     assert scale_global(rows).tolist() == [[0, 0.5, 1], [0, 0, 0], [0, 0, 0], [0, 0.5, 1]]
     assert scale_global(rows.reshape(2, 2, 3)).tolist() == scale_global(rows).reshape(2, 2, 3).tolist()
@@ -164,11 +164,16 @@ def test_a_tiny_spread_still_counts_as_one():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_everything_keeps_the_dtype(dtype):
-    own, shared = torch.tensor([[1, 2, 4]], dtype=dtype), torch.zeros(3, dtype=dtype)
-    scores = [squared(own, shared), product(own, shared)]
-    results = [*scores, scale_global(own), scale_layers(own, (1, 2)), smooth(own, own, torch.tensor([True]), 0.3)]
+    client, shared = torch.tensor([[1, 2, 4]], dtype=dtype), torch.zeros(3, dtype=dtype)
+    scores = [squared(client, shared), product(client, shared)]
+    results = [
+        *scores,
+        scale_global(client),
+        scale_layers(client, (1, 2)),
+        smooth(client, client, torch.tensor([True]), 0.3),
+    ]
     assert {result.dtype for result in results} == {dtype}
-    assert above(own, 0.5).dtype == torch.bool
+    assert above(client, 0.5).dtype == torch.bool
 
 
 # The threshold
@@ -252,7 +257,7 @@ def test_the_published_number_of_personal_entries_in_the_classifier(pool, q, cou
 @checked
 @given(seed=st.integers(0, 10**6), values=st.sampled_from([2, 50, 10**6]), count=st.integers(1, 30))
 def test_few_out_of_many_by_blocks(seed, values, count):
-    """Rows that are long enough for the short way, full of ties and with an unfinished last block."""
+    """Vectors that are long enough for the shortcut, full of ties and with a partial last block."""
     n = 130 * 512 + 77
     row = torch.randint(values, (2, n), generator=torch.Generator().manual_seed(seed)).float()
     assert 0 < candidates(row, count + 1).shape[-1] < n / 4 + 512
@@ -300,7 +305,7 @@ def test_a_single_entry_is_never_personal():
         assert not above(vector(4), q).any()
 
 
-def test_every_row_has_its_own_threshold_whatever_the_leading_axes():
+def test_every_row_has_its_threshold_whatever_the_leading_axes():
     rows = torch.tensor([[1.0, 2, 3, 4], [40, 30, 20, 10], [5, 5, 5, 6], [0, 0, 0, 0], [9, 8, 9, 8], [1, 1, 2, 3]])
     expected = [[0, 0, 1, 1], [1, 1, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0], [1, 0, 1, 0], [0, 0, 1, 1]]
     expected = torch.tensor(expected, dtype=torch.bool)
@@ -311,7 +316,7 @@ def test_every_row_has_its_own_threshold_whatever_the_leading_axes():
         assert above(row, 0.5).equal(mask)
 
 
-def test_above_does_not_touch_its_input():
+def test_inputs_are_not_changed():
     score = vector(3, 1, 2)
     above(score, 0.5), scale_global(score), scale_layers(score, (1, 2)), smooth(score, score, torch.tensor(True), 0.5)
     assert score.tolist() == [3, 1, 2]
@@ -385,5 +390,5 @@ def test_layer_norm_can_give_another_mask():
 @checked
 @given(row=st.lists(st.integers(-1000, 1000), min_size=1, max_size=40), q=quantiles)
 def test_the_squared_score_chooses_by_distance_alone(row, q):
-    own, shared = torch.tensor(row, dtype=torch.float64), torch.tensor(7.0, dtype=torch.float64)
-    assert above(squared(own, shared), q).equal(above((own - shared).abs(), q))
+    client, shared = torch.tensor(row, dtype=torch.float64), torch.tensor(7.0, dtype=torch.float64)
+    assert above(squared(client, shared), q).equal(above((client - shared).abs(), q))

@@ -26,7 +26,7 @@ def finalise(value: int) -> int:
 
 
 def reference(key: int, *parts: int) -> int:
-    """The same formula in unbounded integers, read as a signed 64-bit one at the end."""
+    """The same formula in unbounded integers, converted to a signed 64-bit one at the end."""
     for part in parts:
         key = finalise(key * FIRST + finalise(part + GOLDEN) + GOLDEN)
     return key if key < 2**63 else key - 2**64
@@ -55,8 +55,8 @@ def test_fold_never_changes(parts, value):
 
 
 def test_purposes_never_change():
-    known = {"COHORT": 1, "TRAIN": 2, "SERVE": 3, "BEGIN": 4, "SCORE": 5}
-    assert {purpose.name: purpose.value for purpose in Purpose} == known
+    expected = {"COHORT": 1, "TRAIN": 2, "SERVE": 3, "BEGIN": 4, "SCORE": 5}
+    assert {purpose.name: purpose.value for purpose in Purpose} == expected
 
 
 @checked
@@ -65,7 +65,7 @@ def test_fold_equals_the_formula_in_unbounded_integers(key, parts):
     assert int(fold(key, *parts)) == reference(key, *parts)
 
 
-def test_fold_computes_in_int64_whatever_it_is_given():
+def test_fold_computes_in_int64_for_any_dtype():
     keys, parts = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([True, False])
     assert fold(keys, parts).tolist() == [reference(1, 1), reference(2, 0)]
     assert fold(torch.tensor([3], dtype=torch.int8), 9).dtype == torch.int64
@@ -75,7 +75,7 @@ def test_fold_without_parts_is_the_key():
     assert int(fold(5)) == 5
 
 
-def test_fold_goes_one_part_after_the_other():
+def test_fold_hashes_one_part_after_the_other():
     assert fold(fold(3, 4), 5).equal(fold(3, 4, 5))
 
 
@@ -125,14 +125,14 @@ def test_all_permutations_are_about_equally_frequent():
     assert chi_square < 60  # 23 degrees of freedom: exceeded by chance less than once in 10,000 times
 
 
-def test_uniform_reads_a_hash_as_a_fraction():
+def test_uniform_converts_a_hash_to_a_fraction():
     found = uniform(torch.tensor(42), 5)
     assert found.dtype == torch.float64
     assert found.tolist() == [((reference(42, at) % 2**64 >> 12) + 0.5) / 2**52 for at in range(5)]
 
 
 def test_uniform_never_reaches_0_or_1(monkeypatch):
-    ends = torch.tensor([0, -1])  # no bit and every bit
+    ends = torch.tensor([0, -1])  # no bit set, and every bit set
     monkeypatch.setattr("fedobp.keys.fold", lambda key, *parts: ends)
     assert uniform(torch.tensor(0), 2).tolist() == [2**-53, 1 - 2**-53]
 
@@ -158,7 +158,7 @@ def test_numbers_of_many_keys_come_from_one_vectorised_call(draw):
     assert len(found.unique()) == 42
 
 
-def test_no_global_generator_is_touched():
+def test_no_global_generator_is_used():
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     permutation(fold(1, 2, 3), 100)
     normal(fold(1, 2, 3), 100)

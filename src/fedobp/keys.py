@@ -18,7 +18,7 @@ _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
 IntLike = Tensor | int
-NOBODY = -1  # the client of a draw that belongs to no client
+NO_CLIENT = -1  # the client of a draw that belongs to no client
 
 
 class Purpose(IntEnum):

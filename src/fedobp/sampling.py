@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedobp.config import Config
-from fedobp.keys import NOBODY, Purpose, fold, permutation
+from fedobp.keys import NO_CLIENT, Purpose, fold, permutation
 
 
 class Sampler:
@@ -21,7 +21,7 @@ class Sampler:
         """Return a round's clients, in the order in which they are sampled; rounds count from 1."""
         config = self._config
         if config.sampling == "keyed":
-            key = fold(config.seed, round, NOBODY, Purpose.COHORT)
+            key = fold(config.seed, round, NO_CLIENT, Purpose.COHORT)
             return permutation(key, config.trainers)[: config.cohort_size]
         while len(self._drawn) < round:
             drawn = self._stream.sample(list(range(config.trainers)), config.cohort_size)

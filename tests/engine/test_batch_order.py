@@ -1,4 +1,4 @@
-"""Batches: every sample once, keyed, no batch of a single sample; and the same for many clients at once."""
+"""Batches: every sample once, keyed, no batch of a single sample; for one client and for many at once."""
 
 import pytest
 import torch
@@ -24,11 +24,11 @@ def test_every_sample_comes_once_in_full_batches_and_a_last_partial_one(key, n, 
 
 @pytest.mark.essential
 @pytest.mark.parametrize(("n", "lengths"), [(0, []), (1, []), (2, [2]), (32, [32]), (33, [32]), (34, [32, 2])])
-def test_a_batch_of_one_sample_is_left_out(n, lengths):
+def test_a_batch_of_one_sample_is_dropped(n, lengths):
     assert [len(batch) for batch in batches(fold(42), n, 32)] == lengths
 
 
-def test_the_sample_that_is_left_out_differs_from_epoch_to_epoch():
+def test_the_dropped_sample_differs_from_epoch_to_epoch():
     out = set()
     for epoch in range(20):
         (batch,) = batches(fold(42, epoch), 5, 4)
@@ -41,7 +41,7 @@ def test_one_key_gives_one_order():
     assert [batch.tolist() for batch in first] == [batch.tolist() for batch in again]
 
 
-def test_epochs_clients_and_rounds_have_orders_of_their_own():
+def test_epochs_clients_and_rounds_have_different_orders():
     orders = {
         tuple(torch.cat(batches(fold(42, round, client, epoch), 40, 8)).tolist())
         for round in range(3)
@@ -72,9 +72,11 @@ def check(keys, n, epochs, size):
     assert found.positions.shape == (len(n), steps, size)
     assert found.counts.shape == (len(n), steps)
     assert found.positions.dtype == found.counts.dtype == torch.int64
-    for positions, counts, own in zip(found.positions, found.counts, expected, strict=True):
-        assert counts.tolist() == [len(batch) for batch in own] + [0] * (steps - len(own))
-        assert [row[:count].tolist() for row, count in zip(positions, counts, strict=True)][: len(own)] == own
+    for positions, counts, expected_batches in zip(found.positions, found.counts, expected, strict=True):
+        assert counts.tolist() == [len(batch) for batch in expected_batches] + [0] * (steps - len(expected_batches))
+        assert [row[:count].tolist() for row, count in zip(positions, counts, strict=True)][
+            : len(expected_batches)
+        ] == expected_batches
 
 
 client = st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 40), st.integers(0, 3))
@@ -90,7 +92,7 @@ def test_orders_are_the_batches_of_each_client_epoch_by_epoch(clients, size):
 @pytest.mark.parametrize(
     ("n", "epochs"),
     [((0, 1), (2, 2)), ((5, 9), (0, 0)), ((4, 0, 1, 5), (1, 3, 3, 2)), ((8, 4), (1, 2)), ((1, 33), (9, 1))],
-    ids=["nobody has a batch", "no epochs", "some have none", "the shorter one is as long", "one more than batches"],
+    ids=["no batches", "no epochs", "some without batches", "equally many steps", "one sample too many"],
 )
 def test_orders_of_ragged_clients(n, epochs):
     check(fold(3, torch.arange(len(n))), n, epochs, 4)
@@ -98,14 +100,14 @@ def test_orders_of_ragged_clients(n, epochs):
 
 @settings(deadline=None, max_examples=100)
 @given(n=st.integers(0, 150), size=st.integers(2, 40))
-def test_the_number_of_batches_is_known_beforehand(n, size):
+def test_batches_of_counts_the_batches(n, size):
     assert batches_of(n, size) == len(batches(fold(1), n, size))
 
 
 @pytest.mark.parametrize("spread", [1, 2, 3])
 @pytest.mark.parametrize("top", [2**63 - 1, 0])
 def test_samples_whose_hashes_tie_keep_their_order(monkeypatch, spread, top):
-    """Hashes of few values, the largest of all among them: that is also what stands for padding."""
+    """Hashes with few values, among them the largest int64, which also marks padding."""
 
     def few(key, *parts):
         key = torch.as_tensor(key)
@@ -118,12 +120,12 @@ def test_samples_whose_hashes_tie_keep_their_order(monkeypatch, spread, top):
     n, epochs, keys = (7, 0, 10, 1, 4), (2, 1, 1, 3, 2), torch.tensor([1, 2, 3, 4, 5])
     found = orders(keys, n, epochs, 3)
     for client, key in enumerate(keys):
-        own = [b.tolist() for e in range(epochs[client]) for b in batches(few(key, e), n[client], 3)]
+        wanted = [b.tolist() for e in range(epochs[client]) for b in batches(few(key, e), n[client], 3)]
         rows = zip(found.positions[client], found.counts[client].tolist(), strict=True)
-        assert [row[:count].tolist() for row, count in rows if count] == own
+        assert [row[:count].tolist() for row, count in rows if count] == wanted
 
 
-def test_a_clients_order_does_not_depend_on_who_is_beside_it():
+def test_a_clients_order_does_not_depend_on_the_other_clients():
     keys = fold(9, torch.arange(3))
     alone = orders(keys[1:2], [10], [2], 4)
     beside = orders(keys, [50, 10, 3], [1, 2, 4], 4)
@@ -134,11 +136,11 @@ def test_a_clients_order_does_not_depend_on_who_is_beside_it():
 
 
 @pytest.mark.parametrize(("n", "size", "smallest", "count"), [(9, 4, 1, 3), (9, 4, 2, 2), (3, 4, 4, 0), (1, 1, 2, 0)])
-def test_how_small_a_batch_may_be(n, size, smallest, count):
+def test_the_smallest_allowed_batch(n, size, smallest, count):
     assert len(batches(fold(3), n, size, smallest=smallest)) == batches_of(n, size, smallest) == count
 
 
-def test_orders_can_begin_at_a_later_epoch():
+def test_orders_can_start_at_a_later_epoch():
     keys, n = fold(7, torch.arange(3)), [9, 5, 2]
     later = orders(keys, n, [1, 1, 1], 4, 1, first=2)
     for row, (key, size) in enumerate(zip(keys, n, strict=True)):
@@ -148,13 +150,13 @@ def test_orders_can_begin_at_a_later_epoch():
 
 
 @pytest.mark.parametrize(("n", "fraction", "count"), [(10, 0.8, 8), (3, 0.5, 1), (1, 0.1, 1), (0, 0.5, 0), (4, 1.0, 4)])
-def test_a_share_of_samples(n, fraction, count):
+def test_a_fraction_of_the_samples(n, fraction, count):
     chosen = subset(fold(5), n, fraction).tolist()
     assert len(chosen) == len(set(chosen)) == share_of(n, fraction) == count
     assert set(chosen) <= set(range(n))
 
 
-def test_keys_of_steps_are_no_keys_of_orders():
+def test_keys_of_steps_differ_from_keys_of_orders():
     key = fold(1, 2)
     steps = [int(step_key(key, epoch, at)) for epoch in range(5) for at in range(5)]
     hashes = [int(fold(key, epoch, sample)) for epoch in range(5) for sample in range(50)]

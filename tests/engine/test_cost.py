@@ -1,4 +1,4 @@
-"""What a step takes, against counts by hand."""
+"""The cost of a step, against counts by hand."""
 
 import pytest
 import torch
@@ -18,8 +18,8 @@ def cost_of(name, shape, classes, batch, dtype=torch.float32):
 def test_flops_of_the_mlp(shape, entries, batch):
     _, found = cost_of("mlp", shape, 10, batch)
     first, second = entries * 128, 128 * 10
-    # A multiplication and an addition a weight and sample: forwards, for the weights' gradients, and for the hidden
-    # layer's; nobody asks for the input's.
+    # A multiplication and an addition per weight and sample: in the forward pass, for the gradients of the weights, and
+    # for that of the hidden layer; the input needs no gradient.
     assert found.flops == 2 * batch * (2 * first + 3 * second)
 
 
@@ -39,7 +39,7 @@ def test_bytes_grow_with_the_model_the_batch_and_the_type(dtype):
     model, small = cost_of("cnn-small", (1, 8, 8), 10, 8, dtype)
     _, large = cost_of("cnn-small", (1, 8, 8), 10, 16, dtype)
     assert small.fixed_bytes == large.fixed_bytes == 4 * dtype.itemsize * model.layout.size
-    # At least the two convolutions' outputs are kept for the way back.
+    # At least the outputs of the two convolutions are saved for the backward pass.
     outputs = dtype.itemsize * (32 * 8 * 8 + 64 * 4 * 4)
     assert large.batch_bytes - small.batch_bytes >= 8 * outputs
     assert large.batch_bytes <= 2 * small.batch_bytes

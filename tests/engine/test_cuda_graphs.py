@@ -1,4 +1,4 @@
-"""What the captured steps of CUDA rest on, without CUDA: rounded sizes, buffers, and lanes that have nothing to do."""
+"""The bookkeeping of CUDA graphs, tested without CUDA: padded sizes, buffers, and idle lanes."""
 
 import gc
 import weakref
@@ -74,7 +74,7 @@ def flat(moving):
 # Sizes.
 
 
-def test_rounded_sizes_are_few_and_waste_little():
+def test_padded_sizes_are_few_and_waste_little():
     sizes = [padded_lanes(lanes) for lanes in range(1, 257)]
     assert sizes == sorted(sizes)
     assert all(lanes <= size <= 1.25 * lanes for lanes, size in enumerate(sizes, start=1))
@@ -89,11 +89,11 @@ def test_active_lanes_are_a_prefix_that_shrinks():
     assert active([1]) == [1]
 
 
-# Lanes with nothing to do.
+# Idle lanes.
 
 
 @ALL
-def test_a_lane_without_samples_is_left_exactly_as_it_is(used):
+def test_a_lane_without_samples_does_not_change(used):
     given, moving, plan = stack_of([3, 3, 3, 3], used)
     before = flat(moving)
     plan["counts"][:, [1, 3]] = 0
@@ -106,16 +106,16 @@ def test_a_lane_without_samples_is_left_exactly_as_it_is(used):
 
 
 @ALL
-def test_lanes_beside_idle_ones_move_as_they_would_alone(used):
-    idle, awake = stack_of([2, 2], used), stack_of([2, 2], used)
+def test_idle_lanes_do_not_affect_the_others(used):
+    idle, busy = stack_of([2, 2], used), stack_of([2, 2], used)
     idle[2]["counts"][:, 1] = 0
-    for stack in (idle, awake):
+    for stack in (idle, busy):
         descend(*stack, [2, 2], MAKE)
-    torch.testing.assert_close(flat(idle[1])[0], flat(awake[1])[0], rtol=0, atol=1e-15)
+    torch.testing.assert_close(flat(idle[1])[0], flat(busy[1])[0], rtol=0, atol=1e-15)
 
 
 @ALL
-def test_a_step_of_fewer_lanes_leaves_the_others_alone(used):
+def test_a_step_of_fewer_lanes_does_not_change_the_others(used):
     given, moving, plan = stack_of([2, 2, 2], used)
     before = flat(moving)
     MAKE(given, moving, 2)({name: values[0, :2] for name, values in plan.items()})
@@ -136,7 +136,7 @@ def test_tensors_that_are_not_learned_do_not_move(used):
 
 
 class Counted(Graphs):
-    """Graphs that say how many were made."""
+    """Graphs that count how many were captured."""
 
     made = 0
 
@@ -167,7 +167,7 @@ def test_graphs_are_made_once_for_each_size():
     assert graphs.made == 3
 
 
-def test_other_tensors_and_other_kinds_have_graphs_of_their_own():
+def test_other_tensors_and_other_kinds_have_separate_graphs():
     graphs = Counted()
     for used in RULES.values():
         stack = stack_of([2, 2], used)
@@ -180,7 +180,7 @@ def test_other_tensors_and_other_kinds_have_graphs_of_their_own():
     assert graphs.made == len(RULES) + 1
 
 
-def test_the_kinds_that_were_used_last_are_kept():
+def test_the_most_recently_used_kinds_are_cached():
     graphs, stack = Counted(), stack_of([2, 2])
     for kind in [*range(KINDS), 0, KINDS, 0, 1]:
         graphs.descend(kind, *deepcopy(stack), [2, 2], MAKE)
@@ -188,8 +188,8 @@ def test_the_kinds_that_were_used_last_are_kept():
     assert graphs.made == KINDS + 2
 
 
-def test_what_was_there_before_plays_no_role():
-    """Velocities, counters, and whatever lies in lanes and steps that are not in use."""
+def test_results_do_not_depend_on_old_buffer_contents():
+    """Velocities, counters, and the contents of unused lanes and steps."""
     steps, used = [3, 2, 2], RULES["everything"]
     graphs, stack = Graphs(), stack_of(steps, used)
     graphs.descend("kind", *stack_of([9] * 12, used, seed=1), [9] * 12, MAKE)
@@ -204,7 +204,7 @@ def test_what_was_there_before_plays_no_role():
     torch.testing.assert_close(flat(stack[1]), flat(plain[1]), rtol=0, atol=1e-12)
 
 
-# A method's own functions, replayed.
+# Custom losses and sweeps, replayed.
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def replaying(monkeypatch):
 @pytest.mark.usefixtures("replaying")
 @pytest.mark.parametrize("hp", [{}, FAST], ids=["plain", "momentum and decay"])
 @pytest.mark.parametrize("phases", [name for name, items in PHASES.items() if uses_logits(items)])
-def test_a_methods_own_functions_equal_the_oracle_in_rounds_of_all_sizes(phases, hp):
+def test_custom_functions_equal_the_oracle_in_rounds_of_all_sizes(phases, hp):
     model = made("mlp")
     engine, serial = Lanes(model, CASE_BATCH), Serial(model, CASE_BATCH)
     for plans, rounds in (
@@ -234,7 +234,7 @@ def test_a_methods_own_functions_equal_the_oracle_in_rounds_of_all_sizes(phases,
 
 @pytest.mark.usefixtures("replaying", "networks")
 @pytest.mark.parametrize("phases", ["plain", "mask", "base"])
-def test_batchnorm_too(phases):
+def test_batch_norm_equals_the_oracle(phases):
     model, plans = made("normed"), [Plan(phases, FAST), Plan(phases, FAST, seed=9, cohort=(4, 0))]
     engine = Lanes(model, CASE_BATCH)
     agree(played(engine, model, plans, rounds=CHANGES), played(Serial(model, CASE_BATCH), model, plans, rounds=CHANGES))
@@ -242,8 +242,8 @@ def test_batchnorm_too(phases):
 
 @pytest.mark.usefixtures("replaying")
 @pytest.mark.parametrize("phases", ["loss", "a sweep"])
-def test_graphs_go_with_their_engine_and_wait_for_no_collection(phases):
-    """They hold a card's memory."""
+def test_graphs_are_freed_with_their_engine_without_garbage_collection(phases):
+    """They hold GPU memory."""
     model = made("mlp")
     engine = Lanes(model, CASE_BATCH)
     played(engine, model, [Plan(phases)])
@@ -261,12 +261,12 @@ TEACHER = torch.nn.Linear(64, 3).double()
 
 
 def learn(model, client, batch):
-    """A step that uses a module of its own, whose parameters want gradients."""
+    """A step that uses another module, whose parameters require gradients."""
     return client.set(theta=client.theta + batch.mean(TEACHER(batch.x.flatten(1)).sum(dim=1)) / 10)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_a_step_may_use_a_module_of_its_own(graphs, request, monkeypatch):
+def test_a_step_may_use_another_module(graphs, request, monkeypatch):
     if graphs:
         request.getfixturevalue("replaying")
     monkeypatch.setitem(PHASES, "teacher", [Sweep(learn, 2)])

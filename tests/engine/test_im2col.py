@@ -1,4 +1,4 @@
-"""Convolutions as products of patches: against torch's own, alone and under every transform that methods use."""
+"""Convolutions by im2col, against torch's: alone and under every transform that methods use."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("one", CASES, ids=str)
-def test_alone_it_is_the_layer(one):
+def test_without_transforms_it_equals_the_layer(one):
     x = images(SAMPLES, one.in_channels, 7, 6)
     same(PatchConv2d(one)(x), one(x))
     loss, theirs = loss_of(PatchConv2d(one)), loss_of(one)
@@ -60,7 +60,7 @@ def test_alone_it_is_the_layer(one):
 
 
 @pytest.mark.parametrize("one", CASES, ids=str)
-def test_every_lane_has_its_weights(one):
+def test_vmap_over_weights_and_samples_equals_the_layer(one):
     x = images(LANES, SAMPLES, one.in_channels, 7, 6)
     mine, theirs = (vmap(grad(loss_of(module), argnums=(0, 1))) for module in (PatchConv2d(one), one))
     same(mine(lanes_of(one), x), theirs(lanes_of(one), x))
@@ -68,7 +68,7 @@ def test_every_lane_has_its_weights(one):
 
 @pytest.mark.parametrize("one", CASES, ids=str)
 @pytest.mark.parametrize("in_dims", [(None, 0), (0, None), (None, 1)], ids=str)
-def test_what_lanes_share_is_shared(one, in_dims):
+def test_vmap_with_shared_weights_or_samples_equals_the_layer(one, in_dims):
     tensors = lanes_of(one) if in_dims[0] == 0 else {name: tensor.detach() for name, tensor in one.named_parameters()}
     x = images(SAMPLES, SAMPLES, one.in_channels, 7, 6) if in_dims[1] is not None else images(2, one.in_channels, 7, 6)
     mine, theirs = (vmap(grad(loss_of(module), argnums=(0, 1)), in_dims=in_dims) for module in (PatchConv2d(one), one))
@@ -76,7 +76,7 @@ def test_what_lanes_share_is_shared(one, in_dims):
 
 
 @pytest.mark.parametrize("one", CASES, ids=str)
-def test_every_sample_of_every_lane_has_its_gradient(one):
+def test_per_sample_gradients_of_every_lane_equal_the_layers(one):
     x = images(LANES, SAMPLES, 1, one.in_channels, 7, 6)
 
     def each(module):
@@ -85,7 +85,7 @@ def test_every_sample_of_every_lane_has_its_gradient(one):
     same(each(PatchConv2d(one))(lanes_of(one), x), each(one)(lanes_of(one), x))
 
 
-def test_its_gradients_are_those_of_finite_differences():
+def test_gradients_equal_finite_differences():
     given = images(2, 2, 5, 4, 2), images(2, 3, 2, 3, 2), images(2, 3)
     given = tuple(tensor.requires_grad_() for tensor in given)
     assert torch.autograd.gradcheck(lambda *args: PatchProduct.apply(*args)[0], given)
@@ -103,14 +103,14 @@ def test_under_autocast_it_computes_in_bfloat16():
     torch.testing.assert_close(found, theirs, rtol=0.02, atol=0.02)
 
 
-def test_autocast_leaves_doubles_alone_and_a_layer_keeps_its_attributes():
+def test_autocast_keeps_float64_and_a_layer_keeps_its_attributes():
     one = PatchConv2d(layer(padding=1))
     with torch.autocast("cpu", torch.bfloat16):
         assert one(images(SAMPLES, 2, 7, 6)).dtype == torch.float64
     assert (one.out_channels, one.padding, list(one.state_dict())) == (5, (1, 1), ["weight", "bias"])
 
 
-def test_without_samples_there_is_no_gradient():
+def test_without_samples_gradients_are_zero():
     one = layer()
     tensors = {name: tensor.detach() for name, tensor in one.named_parameters()}
     found = grad(loss_of(PatchConv2d(one)))(tensors, images(0, 2, 7, 6))
@@ -160,14 +160,14 @@ def test_a_patched_model_computes_the_same(name):
 
 
 class Twice(nn.Conv2d):
-    """A layer that does something else."""
+    """A subclass with another forward pass."""
 
     def forward(self, x):
         """Double it."""
         return 2 * super().forward(x)
 
 
-def test_only_layers_that_it_knows_are_changed():
+def test_only_supported_layers_are_replaced():
     hooked = layer()
     hooked.register_forward_hook(lambda *_: None)
     others = [

@@ -1,4 +1,4 @@
-"""The fused kernels without a card: interpreted in float32 against autograd in float64, and compiled for sm_90."""
+"""The fused kernels without a GPU: interpreted in float32 against autograd in float64, and compiled for sm_90."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ import torch
 from torch.func import grad, vmap
 from torch.nn import functional
 
-pytest.importorskip("triton", reason="Triton is not here: it comes for Linux only")
+pytest.importorskip("triton", reason="Triton is not installed: it exists for Linux only")
 
 from kernel_cases import CASES, Case, Problem, fill_with_nan, rounded, rounded_logits
 from lanes_cases import BATCH, CLIENTS, Plan, federated, made, task
@@ -33,10 +33,10 @@ from fedobp.engine.kernels.tiles import EXACT, Tile, Tiles, tiles_for
 from fedobp.errors import FedobpError
 from fedobp.models import NETS, Model
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted only without a card")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted only without a GPU")
 
 CPU = torch.device("cpu")
-# Few large tiles: the interpreter takes its time for each.
+# Few large tiles: the interpreter is slow, and its time grows with their number.
 LARGE = Tiles(
     1 << 30, Tile(256, 3, 4, 1), Tile(256, 0, 4, 1), Tile(128, 256, 4, 1), Tile(256, 0, 4, 1), Tile(64, 256, 4, 1),
     Tile(256, 2, 4, 1), Tile(256, 256, 4, 1), (3, 2),
@@ -70,7 +70,7 @@ def test_two_steps_are_autograds_in_float64(name):
 
 
 def test_the_reference_of_lower_precisions():
-    """What the card's tests compare with: values by hand, and the model itself where nothing is rounded."""
+    """The reference of the GPU tests: values by hand, and the model itself where nothing is rounded."""
     value = torch.tensor([1 + 2**-8 + 2**-9, 1 + 2**-10 + 2**-11, -1 - 2**-10 - 2**-11], dtype=torch.float64)
     assert rounded(value, "bf16").tolist() == [1 + 2**-7, 1, -1]
     assert rounded(value, "tf32").tolist() == [value[0], 1 + 2**-10, -1 - 2**-10]
@@ -83,7 +83,7 @@ def test_the_reference_of_lower_precisions():
 
 
 def losses_of(model):
-    """A loss of one's own: neither plain cross-entropy nor a mean."""
+    """A custom loss: neither plain cross-entropy nor a mean."""
 
     def loss(theta, x, y):
         features, (weight, bias) = model.features(theta, x), model.head(theta)
@@ -99,8 +99,8 @@ def near(found, right, share=2e-5):
 
 
 @pytest.mark.parametrize(("side", "channels"), [(28, 1), (32, 3)])
-def test_a_loss_of_ones_own_has_autograds_gradient(side, channels):
-    """Vectorised over lanes; over lanes and their samples, which share weights; and over what shares all weights."""
+def test_a_custom_loss_has_autograds_gradient(side, channels):
+    """Vectorised over lanes; over lanes and their samples, which share weights; and over samples with one model."""
     problem = Problem(Case(side, channels))
     fused, model = interpreted(problem).vectorised(problem.model), problem.model
     assert PatchConv2d in [type(layer) for layer in fused.structure.modules()]
@@ -122,7 +122,7 @@ def test_a_loss_of_ones_own_has_autograds_gradient(side, channels):
     near(each_sample(fused)(theta, single[some], y[some]), each_sample(model)(theta.double(), x[some], y[some]))
 
 
-def test_kernels_are_for_batches_that_they_know_and_one_derivative(monkeypatch):
+def test_kernels_are_used_for_supported_batch_sizes_and_one_derivative(monkeypatch):
     problem = Problem(Case())
     fused, theta, asked = interpreted(problem).vectorised(problem.model), problem.theta[0], []
     real = Convolutions.apply
@@ -155,7 +155,7 @@ def test_kernels_are_for_batches_that_they_know_and_one_derivative(monkeypatch):
     assert not asked
 
 
-def test_a_second_derivative_that_cannot_be_foreseen_is_refused():
+def test_a_second_derivative_that_cannot_be_detected_is_refused():
     problem = Problem(Case())
     loss = losses_of(interpreted(problem).vectorised(problem.model))
     x, y = problem.inputs(torch.arange(16)).float(), torch.arange(16) % 10
@@ -170,13 +170,13 @@ def test_a_second_derivative_that_cannot_be_foreseen_is_refused():
 
 @pytest.fixture
 def padded(monkeypatch):
-    """Numbers of lanes are rounded up to three, as they are beyond 16: some lanes are asleep, some are nobody's."""
+    """Round numbers of lanes up to three, as beyond 16: some lanes are idle, some are padding."""
     monkeypatch.setattr("fedobp.engine.kernels.fused.EXACT", 1)
     monkeypatch.setattr("fedobp.engine.kernels.fused._LANE_MULTIPLE", 3)
 
 
-def test_lanes_that_are_asleep_stay_as_they_are(padded):
-    """The second lane has done its step while the first goes on, with terms that would move it without a gradient."""
+def test_idle_lanes_do_not_change(padded):
+    """The second lane finishes before the first; its terms would change it even without a gradient."""
     problem = Problem(Case(terms=("momentum", "decay")))
     theta, losses = problem.train(interpreted(problem))
     right, right_losses = problem.expected()
@@ -185,7 +185,7 @@ def test_lanes_that_are_asleep_stay_as_they_are(padded):
 
 
 def test_rows_of_single_pixels_and_a_graph_of_several_steps(monkeypatch):
-    """The other way to get conv2's input gradient; three steps, each with the velocity of all before it."""
+    """The other variant of conv2's input gradient; three steps, each with the velocity of all before it."""
     monkeypatch.setattr("fedobp.engine.kernels.fused._STEPS_PER_GRAPH", 2)
     problem = Problem(Case(steps=(3,), counts=((16, 9, 4),), terms=("momentum",)))
     theta, _ = problem.train(interpreted(problem, replace(LARGE, conv2_inputs=Tile(256, 1, 4, 1))))
@@ -206,7 +206,7 @@ def test_lanes_of_different_scalings():
 
 
 @pytest.mark.essential
-def test_what_is_not_of_a_part_or_masked_keeps_its_bits():
+def test_untrained_and_masked_entries_keep_their_bits():
     problem = Problem(Case(part="head", terms=("momentum", "decay", "moving"), steps=(1,), counts=((16,),)))
     theta, _ = problem.train(interpreted(problem))
     still = ~problem.model.layout.is_head() | ~problem.vectors["moving"][0]
@@ -214,7 +214,7 @@ def test_what_is_not_of_a_part_or_masked_keeps_its_bits():
     assert not torch.equal(theta[0, ~still], problem.theta[0, ~still])
 
 
-def test_nothing_depends_on_what_lay_in_the_buffers():
+def test_results_do_not_depend_on_old_buffer_contents():
     problem = Problem(Case(steps=(1, 1), counts=((3,), (16,)), terms=("momentum",)))
     fused = interpreted(problem)
     clean, losses = problem.train(fused)
@@ -225,10 +225,10 @@ def test_nothing_depends_on_what_lay_in_the_buffers():
     assert torch.equal(losses, losses_again)
 
 
-@pytest.mark.parametrize("asleep", [False, True])
-def test_nor_do_fewer_lanes_on_what_the_others_left(asleep, request):
-    """Windows at an image's end read on into the next lane's, with weight 0: there must be no NaN."""
-    if asleep:
+@pytest.mark.parametrize("idle", [False, True])
+def test_fewer_lanes_do_not_depend_on_the_contents_of_unused_lanes(idle, request):
+    """Windows at an image's end read pixels of the next lane, with weight 0: they must not be NaN."""
+    if idle:
         request.getfixturevalue("padded")
     problem = Problem(Case(steps=(1, 1), counts=((16,), (16,))))
     fused = interpreted(problem)
@@ -242,7 +242,7 @@ def test_nor_do_fewer_lanes_on_what_the_others_left(asleep, request):
 
 
 def test_inputs_far_from_0_keep_their_digits():
-    """Images of float32 whose mean is thousands of times their deviation: the mean goes first."""
+    """Images of float32 whose mean is thousands of times their deviation: the mean is subtracted first."""
     problem = Problem(Case(steps=(1,), counts=((16,),)))
     data = problem.data
     data.x, data.unit = 0.5 + 2e-5 * torch.randn(data.x.shape, generator=torch.Generator().manual_seed(0)), 1
@@ -251,14 +251,14 @@ def test_inputs_far_from_0_keep_their_digits():
     assert problem.errors(theta, problem.expected()[0]).max() < 1e-4
 
 
-def test_a_lanes_price_is_what_its_buffers_take():
+def test_lane_bytes_cover_its_buffers():
     problem = Problem(CASES["everything, 32x32"])
     fused = interpreted(problem)
     cached = fused._buffers(StepConfig(fused._shapes, "fp32", "all", 31), 3, 2, problem.data)
     taken = sum(
         one.numel() * one.element_size() for one in vars(cached.buffers).values() if isinstance(one, torch.Tensor)
     )
-    # Beside the buffers (here of a smaller batch) there are copies of its vector.
+    # In addition to the buffers (here for a smaller batch) there are copies of its vector.
     assert taken / cached.buffers.lanes < fused.lane_bytes < 8 * taken / cached.buffers.lanes
 
 
@@ -268,13 +268,13 @@ def test_labels_are_the_largest_logits():
 
 @pytest.fixture
 def small_tests(monkeypatch):
-    """Samples are tested 16 and not 64 at a time: the interpreter takes its time for each."""
+    """Evaluate 16 samples at a time instead of 64: the interpreter is slow."""
     monkeypatch.setattr("fedobp.engine.kernels.fused._TEST_BATCH", 16)
 
 
 @pytest.mark.usefixtures("small_tests")
 @pytest.mark.parametrize("sizes", [[34, 16, 0], [18, 17, 3]])
-def test_labels_of_lanes_beside_some_that_are_asleep(sizes, padded):
+def test_labels_of_lanes_beside_idle_ones(sizes, padded):
     right_labels(Case(steps=(1,) * 3, counts=((2,),) * 3), sizes)
 
 
@@ -285,8 +285,8 @@ def right_labels(case, sizes):
 
 
 @pytest.mark.usefixtures("small_tests")
-def test_the_engine_trains_and_tests_with_them_as_the_serial_one_does(monkeypatch):
-    """A whole run, evaluations and fine-tuning included: silently, and with the same answers."""
+def test_the_engine_with_kernels_equals_the_serial_one(monkeypatch):
+    """A whole run, with evaluations and fine-tuning: without warnings, and with the same predictions."""
     used = []
 
     class Noted(Fused):
@@ -343,29 +343,29 @@ def test_the_kernels_order_holds_every_entry_once(side, channels, classes):
         ((5, 32, 32), 10, 32, "bf16", False),
     ],
 )
-def test_what_they_are_made_for(shape, classes, batch, precision, right):
+def test_supported_models_batches_and_precisions(shape, classes, batch, precision, right):
     assert is_supported(Model("cnn", shape, classes), batch, precision) == right
 
 
-def test_another_network_under_the_papers_name_is_not_theirs(monkeypatch):
+def test_another_network_under_the_papers_name_is_not_supported(monkeypatch):
     assert not is_supported(Model("mlp", (1, 28, 28), 10), 32, "bf16")
     model = Model("cnn", (1, 28, 28), 10)
     monkeypatch.setitem(NETS, "cnn", NETS["cnn-small"])
     assert not is_supported(model, 32, "bf16")
 
 
-def test_a_card_without_tiles_is_told_once(monkeypatch):
+def test_a_gpu_without_tiles_warns_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Quadro")
     dispatch._warn_once.cache_clear()
-    model, card = Model("cnn", (1, 28, 28), 10), torch.device("cuda")
+    model, cuda = Model("cnn", (1, 28, 28), 10), torch.device("cuda")
     with pytest.warns(UserWarning, match="no kernels are tuned for bf16 on Quadro, so the general path trains"):
-        assert fused_for(model, 32, "bf16", card) is None
+        assert fused_for(model, 32, "bf16", cuda) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert fused_for(model, 32, "bf16", card) is None
+        assert fused_for(model, 32, "bf16", cuda) is None
         assert fused_for(model, 32, "bf16", CPU) is None
-        assert fused_for(model, 32, "fp64", card) is None
+        assert fused_for(model, 32, "fp64", cuda) is None
 
 
 class Other:
@@ -387,10 +387,10 @@ class Broken:
         (None, r"need Triton, which is not installed \(pip install 'triton==3\.6\.\*'\)"),
         (Other("3.5.1"), r"need Triton 3\.6, and this is 3\.5\.1 \(pip install 'triton==3\.6\.\*'\)"),
         (Other("3.10.0"), r"need Triton 3\.6, and this is 3\.10\.0"),
-        (Broken(), r"need Triton to work, and it does not \(Failed to find C compiler. Please specify one.\)"),
+        (Broken(), r"need a working Triton, and this one fails \(Failed to find C compiler. Please specify one.\)"),
     ],
 )
-def test_without_a_triton_that_works_the_general_path_is_taken(monkeypatch, module, sentence):
+def test_without_a_working_triton_the_general_path_is_used(monkeypatch, module, sentence):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setitem(sys.modules, "triton", module)
     dispatch._warn_once.cache_clear()
@@ -398,7 +398,7 @@ def test_without_a_triton_that_works_the_general_path_is_taken(monkeypatch, modu
         assert fused_for(Model("cnn", (1, 28, 28), 10), 32, "bf16", torch.device("cuda")) is None
 
 
-def test_without_a_bound_on_the_memory_all_lanes_are_one_stack(monkeypatch):
+def test_without_a_memory_limit_all_lanes_are_one_stack(monkeypatch):
     monkeypatch.setattr("fedobp.engine.lanes.fused_for", lambda *_: SimpleNamespace(lane_bytes=1000))
     model = Model("cnn", (1, 28, 28), 10)
     lanes, like = list(range(9)), torch.zeros(1)
@@ -407,24 +407,24 @@ def test_without_a_bound_on_the_memory_all_lanes_are_one_stack(monkeypatch):
     assert Lanes(model, 32)._dealt([], like, 32) == []
 
 
-@pytest.mark.parametrize(("own", "stacks"), [(False, 1), (True, CLIENTS)])
-def test_an_answer_of_a_methods_own_is_dealt_by_the_general_paths_price(own, stacks, monkeypatch):
-    """A lane of the kernels takes a byte here, and one of the general path more than there is."""
+@pytest.mark.parametrize(("custom", "stacks"), [(False, 1), (True, CLIENTS)])
+def test_custom_predictions_are_stacked_by_the_general_paths_memory(custom, stacks, monkeypatch):
+    """A lane of the kernels needs one byte here, and a lane of the general path more than the limit."""
     monkeypatch.setattr(
         "fedobp.engine.lanes.fused_for", lambda *_: SimpleNamespace(lane_bytes=1, vectorised=lambda model: model)
     )
-    dealt = []
-    monkeypatch.setattr(Lanes, "_work", lambda self, job, stacks, device: dealt.append(len(stacks)))
+    counts = []
+    monkeypatch.setattr(Lanes, "_work", lambda self, job, stacks, device: counts.append(len(stacks)))
     model = made("mlp")
     theta = model.initial(0).double()
     people = Population(federated(), {"theta": theta}, theta, 0, Budget())
-    answer = (lambda model, work, x: model.logits(work["theta"], x)) if own else None
+    answer = (lambda model, work, x: model.logits(work["theta"], x)) if custom else None
     one = replace(task(Plan(), people, theta), predict=answer)
     Lanes(model, BATCH, memory=10).predict(one, theta.expand(CLIENTS, -1), "test", {"theta": theta.expand(CLIENTS, -1)})
-    assert dealt == [stacks]
+    assert counts == [stacks]
 
 
-def test_tables_rise_and_end_with_any_number_of_lanes():
+def test_tables_are_sorted_and_cover_any_number_of_lanes():
     tables = {
         precision: [entry.lanes for entry in tiles_for((9, 0), precision)] for precision in ("bf16", "tf32", "fp32")
     }
@@ -437,8 +437,8 @@ def test_tables_rise_and_end_with_any_number_of_lanes():
 
 
 @pytest.mark.parametrize("half", [0, 1])
-def test_every_kernel_compiles_for_the_card(half, ran):
-    """In a process of its own, because here the kernels are defined as interpreted ones."""
+def test_every_kernel_compiles_for_the_gpu(half, ran):
+    """In a separate process, because the kernels of this one are interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     said = ran(Path(__file__).parents[1] / "compile_kernels.py", half, env=environment, stderr=subprocess.STDOUT)
     assert said.code == 0, said.out

@@ -42,7 +42,7 @@ def weights(model):
 
 
 def by_copy(model, theta, x, turn):
-    """Run the module lane by lane; `turn` makes a number of the outputs."""
+    """Run the module lane by lane; `turn` maps the outputs to a scalar."""
     outputs, slopes, inputs = [], [], []
     module = deepcopy(model.structure).double()
     for vector, samples in zip(theta, x, strict=True):
@@ -94,24 +94,24 @@ def test_two_convolutions_in_a_row_equal_the_module(form):
     check(model_of(*layers, shape=shape), form, images(shape))
 
 
-BENDS = [nn.ReLU(), nn.LeakyReLU(0.3), nn.ELU(), nn.GELU(), nn.SiLU(), nn.Identity()]
+ACTIVATIONS = [nn.ReLU(), nn.LeakyReLU(0.3), nn.ELU(), nn.GELU(), nn.SiLU(), nn.Identity()]
 POOLS = [nn.MaxPool2d(2), nn.MaxPool2d(3, stride=2, padding=1), nn.AvgPool2d(2), nn.MaxPool2d(2, ceil_mode=True)]
-# Only ReLU and the largest of a window change places.
-PAIRS = [(BENDS[0], pool) for pool in POOLS] + [(bend, POOLS[0]) for bend in BENDS[1:]]
+# Only ReLU and max-pooling are swapped.
+PAIRS = [(ACTIVATIONS[0], pool) for pool in POOLS] + [(activation, POOLS[0]) for activation in ACTIVATIONS[1:]]
 
 
 @FORMS
-@pytest.mark.parametrize(("bend", "pool"), PAIRS, ids=str)
-def test_bends_and_pools_equal_the_module(form, bend, pool):
+@pytest.mark.parametrize(("activation", "pool"), PAIRS, ids=str)
+def test_activations_and_pools_equal_the_module(form, activation, pool):
     shape = (2, 7, 9)
-    check(model_of(nn.Conv2d(2, 4, 3), bend, pool, shape=shape), form, images(shape))
-    check(model_of(nn.Conv2d(2, 4, 3), pool, bend, shape=shape), form, images(shape))
+    check(model_of(nn.Conv2d(2, 4, 3), activation, pool, shape=shape), form, images(shape))
+    check(model_of(nn.Conv2d(2, 4, 3), pool, activation, shape=shape), form, images(shape))
 
 
 @FORMS
 @pytest.mark.parametrize("value", [-1.0, 0.0, 1.0])
 def test_relu_and_pool_agree_on_ties(form, value):
-    """On constant images all entries of a window tie: above 0, below it, and at it, where the slope is 0."""
+    """On constant images all entries of a window tie: above 0, below 0, and at 0, where the gradient is 0."""
     shape = (1, 6, 6)
     model = model_of(nn.Conv2d(1, 2, 1), nn.ReLU(), nn.MaxPool2d(2), shape=shape)
     theta = weights(model)
@@ -141,8 +141,8 @@ def test_a_relu_before_a_pool_is_run_on_a_quarter_of_the_entries(form, monkeypat
 @pytest.mark.parametrize("name", [*(name for name in NETWORKS if name != "normed"), "cnn-small", "mlp"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_every_network_equals_its_module(form, name, channels, monkeypatch):
-    for known, build in NETWORKS.items():
-        monkeypatch.setitem(NETS, known, build)
+    for other, build in NETWORKS.items():
+        monkeypatch.setitem(NETS, other, build)
     shape = (channels, 8, 8)
     check(Model(name, shape, 3), form, images(shape))
 
@@ -178,7 +178,7 @@ def test_tables_need_no_flattening(form):
     ],
     ids=str,
 )
-def test_layers_without_a_batched_form_equal_the_module_all_the_same(form, layer):
+def test_layers_without_a_batched_form_equal_the_module(form, layer):
     shape = (4, 6, 6)
     check(model_of(nn.Conv2d(4, 4, 1), layer, shape=shape), form, images(shape))
 
@@ -193,20 +193,20 @@ def test_linear_layers_on_images_and_flattening_of_a_part_equal_the_module(form)
 
 
 @FORMS
-def test_one_layer_that_occurs_twice_is_run_twice(form):
+def test_a_layer_that_occurs_twice_is_applied_twice(form):
     tanh = nn.Tanh()
     check(model_of(nn.Conv2d(1, 3, 3), tanh, nn.Conv2d(3, 3, 3), tanh, shape=(1, 8, 8)), form, images((1, 8, 8)))
 
 
 @FORMS
-def test_one_layer_with_weights_that_occurs_twice_shares_them(form):
+def test_a_layer_with_weights_that_occurs_twice_shares_them(form):
     conv = nn.Conv2d(2, 2, 3, padding=1)
     check(model_of(conv, nn.Tanh(), conv, shape=(2, 5, 5)), form, images((2, 5, 5)))
 
 
 @FORMS
-def test_lanes_do_not_see_each_other(form):
-    """Another lane's weights and samples change not one bit, be they NaN."""
+def test_lanes_are_independent(form):
+    """Another lane's weights and samples do not change a bit, even if they are NaN."""
     shape = (3, 8, 8)
     model = Model("cnn-small", shape, 3)
     theta, x = weights(model), images(shape)
@@ -218,7 +218,7 @@ def test_lanes_do_not_see_each_other(form):
 
 
 @FORMS
-def test_samples_do_not_see_each_other(form):
+def test_samples_are_independent(form):
     shape = (3, 8, 8)
     model = Model("cnn-small", shape, 3)
     x = images(shape)
@@ -242,8 +242,8 @@ def test_other_types_compute_the_same_in_their_precision(form, dtype, channels):
     torch.testing.assert_close(rough.double(), exact, rtol=0, atol=scale * (1e-5 if dtype == torch.float32 else 0.05))
 
 
-def test_gradients_of_columns_by_numbers():
-    """Against finite differences, and with inputs that need no gradient."""
+def test_gradients_of_columns_equal_finite_differences():
+    """With inputs that need no gradient."""
     model = model_of(nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 2, (1, 2)), shape=(2, 3, 4))
     theta, x, forward = weights(model)[:2].requires_grad_(), images((2, 3, 4))[:2, :2], stacked(model, Columns)
     assert torch.autograd.gradcheck(lambda t: forward(model.layout.views(t), x), theta, fast_mode=True)
@@ -251,7 +251,7 @@ def test_gradients_of_columns_by_numbers():
 
 @pytest.mark.essential
 def test_a_step_of_a_stack_is_a_step_of_each_copy():
-    """Cross-entropy's gradient, as training takes it."""
+    """The gradient of cross-entropy, as in training."""
     shape = (1, 8, 8)
     model = Model("cnn-small", shape, 3)
     y = torch.arange(SAMPLES) % 3

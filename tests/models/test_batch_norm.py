@@ -9,7 +9,7 @@ from fedobp.models import Model
 
 def test_the_papers_cnn_with_batch_norm():
     model, plain = Model("cnn-bn", (3, 32, 32), 10), Model("cnn", (3, 32, 32), 10)
-    assert model.layout.learned == plain.layout.size + 2 * (32 + 64)  # a weight and a bias a channel
+    assert model.layout.learned == plain.layout.size + 2 * (32 + 64)  # a weight and a bias per channel
     assert model.layout.size == model.layout.learned + 2 * (32 + 64)  # and two statistics
     assert [name for name in model.layout.names if model.layout.in_norm(name)] == [
         "bn1.weight", "bn1.bias", "bn2.weight", "bn2.bias",
@@ -20,7 +20,7 @@ def test_the_papers_cnn_with_batch_norm():
 
 
 @pytest.mark.parametrize("padding", [0, 3])
-def test_batch_norm_is_torchs_own_in_training_and_after_it(padding, registered):
+def test_batch_norm_equals_torchs_in_training_and_evaluation(padding, registered):
     name = registered(
         conv=nn.Conv2d(1, 3, 3), norm=nn.BatchNorm2d(3, eps=1e-3, momentum=0.2), flatten=nn.Flatten(),
         flat=nn.BatchNorm1d(108, affine=False), classifier=nn.Linear(108, 2),

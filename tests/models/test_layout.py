@@ -1,4 +1,4 @@
-"""Where tensors and parts lie in the flat vector."""
+"""The positions of tensors and parts in the flat vector."""
 
 from math import prod
 
@@ -65,7 +65,7 @@ def test_split_and_join_by_hand_with_a_classifier_in_the_middle():
     assert MIDDLE.join(base, head).tolist() == list(range(9))
 
 
-def test_a_model_that_is_all_head_has_an_empty_base():
+def test_a_model_with_only_a_head_has_an_empty_base():
     theta = torch.arange(16.0).reshape(2, 8)
     base, head = ONLY.split(theta)
     assert base.shape == (2, 0)
@@ -85,7 +85,7 @@ def test_a_tensor_without_axes_has_a_view():
     assert MIDDLE.flatten(views).tolist() == list(range(9))
 
 
-def test_flatten_goes_by_the_layouts_order_and_cuts_the_graph():
+def test_flatten_uses_the_layouts_order_and_detaches():
     tensors = {name: tensor.clone() for name, tensor in LAST.views(torch.arange(11.0)).items()}
     shuffled = {name: tensors[name].requires_grad_() for name in reversed(LAST.names)}
     flat = LAST.flatten(shuffled)

@@ -29,7 +29,7 @@ def test_initial_is_torchs_default_initialisation_after_seeding():
     assert not model.initial(42).requires_grad
 
 
-def test_torchs_global_generator_is_left_as_it_was():
+def test_torchs_global_generator_is_unchanged():
     before = torch.get_rng_state()
     model = Model("mlp", (4,), 2)
     model.module(model.initial(5))
@@ -57,12 +57,12 @@ def test_load_and_read_are_inverse():
     assert module.state_dict().keys() == dict.fromkeys(model.layout.names).keys()
 
 
-def test_a_model_remembers_what_it_was_made_for():
+def test_a_model_has_its_name_shape_and_classes():
     model = Model("mlp", [4], 2)
     assert (model.name, model.shape, model.classes) == ("mlp", (4,), 2)
 
 
-def test_modules_are_fresh():
+def test_modules_are_independent():
     model = Model("mlp", (4,), 2)
     one, other = model.module(), model.module()
     with torch.no_grad():
@@ -104,12 +104,12 @@ def test_an_unknown_model_is_refused_with_its_near_miss(name, near):
         ({"deep": nn.Sequential(nn.AlphaDropout(0.5)), "classifier": nn.Linear(2, 2)}, "draws random numbers"),
     ],
 )
-def test_a_network_that_one_vector_cannot_hold_is_refused(layers, complaint, registered):
+def test_a_network_that_a_vector_cannot_represent_is_refused(layers, complaint, registered):
     with pytest.raises(FedobpError, match=f"model 'made-up' {complaint}"):
         Model(registered(**layers), (2,), 2)
 
 
-def test_group_norm_is_welcome(registered):
+def test_group_norm_is_supported(registered):
     name = registered(norm=nn.GroupNorm(1, 2), classifier=nn.Linear(2, 2))
     assert Model(name, (2,), 2).layout.size == 2 + 2 + 4 + 2
 
@@ -145,7 +145,7 @@ def test_a_head_on_features_is_the_model(name):
     assert (weight.shape, bias.shape) == ((3, 128), (3,))
 
 
-def test_a_head_can_be_exchanged_for_one_or_for_many():
+def test_a_head_can_be_replaced_for_one_model_or_many():
     model = Model("mlp", (4,), 3)
     theta, other = (torch.stack([model.initial(seed), model.initial(seed + 1)]) for seed in (0, 5))
     changed = model.with_head(theta, *model.head(other))
@@ -153,7 +153,7 @@ def test_a_head_can_be_exchanged_for_one_or_for_many():
     assert torch.equal(model.with_head(theta[0], *model.head(other[0])), changed[0])
 
 
-def test_a_head_that_is_no_linear_layer_is_named(registered):
+def test_a_head_that_is_not_a_linear_layer_is_refused(registered):
     name = registered(flatten=nn.Flatten(), classifier=nn.Linear(4, 2, bias=False))
     with pytest.raises(FedobpError, match="one linear layer with a bias"):
         Model(name, (4,), 2).head(torch.zeros(8))

@@ -37,7 +37,7 @@ def test_the_papers_cnn_has_the_papers_sizes(shape, classes, layers, total):
     assert [name.split(".")[1] for name in model.layout.names] == ["weight", "bias"] * 4
 
 
-def test_the_small_networks_have_the_sizes_worked_out_by_hand():
+def test_the_small_networks_have_the_sizes_computed_by_hand():
     small = {"conv1": 32 * 9 + 32, "conv2": 64 * 32 * 9 + 64, "fc1": 128 * (64 * 2 * 2) + 128, "classifier": 1_290}
     assert by_layer(Model("cnn-small", (1, 8, 8), 10)) == small
     assert Model("cnn-small", (1, 8, 8), 10).layout.size == 53_002

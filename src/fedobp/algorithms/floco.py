@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedobp import method as fl
-from fedobp.keys import NOBODY, Purpose, fold, normal, uniform
+from fedobp.keys import NO_CLIENT, Purpose, fold, normal, uniform
 
 # What rounding may not decide. Two clients at one point have an energy of 1e8: others still have to count beside it.
 _TIE = 1e-12
@@ -157,7 +157,7 @@ class Floco(fl.Method):
         """Draw the endpoints (Xavier, normal); the global model's weight is their middle from the start."""
         weight, _ = model.head(theta)
         count = self.endpoints or int(self._of_mode(20, 10))
-        draws = normal(fold(seed, 0, NOBODY, Purpose.BEGIN), count * weight.numel())
+        draws = normal(fold(seed, 0, NO_CLIENT, Purpose.BEGIN), count * weight.numel())
         ends, centre = (draws * math.sqrt(2 / sum(weight.shape))).to(theta), theta.new_full((count,), 1 / count)
         middle = model_at(model, centre, model.layout.split(theta, is_weight)[0], ends)
         return fl.InitialState({"theta": middle, "ends": ends}, record={"centre": centre}, state={})

@@ -28,7 +28,7 @@ from torch.nn.functional import one_hot
 from fedobp import method as fl
 from fedobp.algorithms.fedavg import take_global, upload_model
 from fedobp.algorithms.gaussians import EPS, Held, best_beta, discriminant, estimate, shrunk
-from fedobp.keys import NOBODY, Purpose, fold, uniform
+from fedobp.keys import NO_CLIENT, Purpose, fold, uniform
 
 _FOLDS = 2
 _FEW = 2  # a class must have more samples than this for a mean of its own in use
@@ -107,7 +107,7 @@ class PFedFDA(fl.Method):
     def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
         """Means are uniform in [0, 1], the covariance is the identity; the server's model keeps theta^0's head."""
         classes, size = model.head(theta)[0].shape
-        mean = uniform(fold(seed, 0, NOBODY, Purpose.BEGIN), classes * size).to(theta)
+        mean = uniform(fold(seed, 0, NO_CLIENT, Purpose.BEGIN), classes * size).to(theta)
         covariance = torch.eye(size).flatten().to(theta)
         return fl.InitialState(server={"theta": theta, "mean": mean, "covariance": covariance}, record={}, state={})
 

@@ -65,7 +65,7 @@ def _triton_problem() -> str | None:
     except ImportError:
         return f"Triton, which is not installed (pip install 'triton=={_TRITON}.*')"
     except (RuntimeError, OSError, SubprocessError) as error:
-        return f"Triton to work, and it does not ({str(error).splitlines()[0]})"
+        return f"a working Triton, and this one fails ({str(error).splitlines()[0]})"
     return None
 
 
