@@ -31,12 +31,14 @@ import torch
 
 from fedobp import Config, sweep
 from fedobp.bench import Trial, clock, noise, stand_in, steps_by_round, train
-from fedobp.course import cohorts
 from fedobp.data import FederatedData, data_dir
-from fedobp.engine import Budget, Precision
+from fedobp.engine import Budget
 from fedobp.engine.kernels import fused_for
-from fedobp.federation import deal, engine_for
+from fedobp.federation import assign
+from fedobp.launch import engine_for
 from fedobp.models import Model
+from fedobp.options import Precision
+from fedobp.sampling import cohorts
 
 DEVICE = torch.device("cuda")
 
@@ -78,7 +80,7 @@ def whole(config: Config, runs: int) -> None:
 
 def profile(config: Config, runs: int) -> None:
     """Show the device time of ten typical rounds by kernel, and how much of the time the device is busy."""
-    dataset, shards = deal(config)
+    dataset, shards = assign(config)
     data = FederatedData(dataset, shards, DEVICE, torch.float32)
     model = Model(config.model, data.shape, data.classes)
     engine = engine_for(config, model)
@@ -112,7 +114,7 @@ def baselines(config: Config) -> None:
 
     The time of a whole run is estimated from the time of a client-step and of an evaluation of all clients.
     """
-    dataset, shards = deal(config)
+    dataset, shards = assign(config)
     data = FederatedData(dataset, shards, DEVICE, torch.float32)
     model = Model(config.model, data.shape, data.classes)
     who = list(cohorts(config))
@@ -149,7 +151,7 @@ def step(precision: Precision) -> None:
     config = Config(dataset="cifar10", device="cuda", precision=precision, clients=10, participation=1.0, epochs=1,
                     partition="iid", model="cnn", rounds=1)  # fmt: skip
     dataset = noise("cifar10", (32, 32, 3), 600, 10)
-    _, shards = deal(config, dataset)
+    _, shards = assign(config, dataset)
     model = Model("cnn", (3, 32, 32), 10)
     begun = time.perf_counter()
     data = FederatedData(dataset, shards, DEVICE, torch.float32)

@@ -25,15 +25,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from contexts import with_model
 from torch import nn
 
 from fedobp import Config
 from fedobp.bench import EngineName, Trial, noise, peak, stand_in, step_flops, steps_by_round, train
-from fedobp.course import cohorts
 from fedobp.data import FederatedData
 from fedobp.engine import Budget, Counters, memory_of
-from fedobp.federation import deal, engine_for
+from fedobp.federation import assign
+from fedobp.launch import engine_for
 from fedobp.models import Model, register
+from fedobp.sampling import cohorts
 
 CPU = torch.device("cpu")
 ENGINES: tuple[EngineName, ...] = ("serial", "lanes")
@@ -59,7 +61,7 @@ def setting(**given: Any) -> Setting:
     """Deal a dataset, or noise of its shape and size, out to clients on the CPU."""
     config = Config(device="cpu", **given)
     replaced = stand_in(config)
-    dataset, shards = deal(config, replaced)
+    dataset, shards = assign(config, replaced)
     data = FederatedData(dataset, shards, CPU, torch.float32)
     return Setting(config, data, Model(config.model, data.shape, data.classes), "random" if replaced else "real")
 
@@ -138,9 +140,9 @@ def score() -> None:
         sends, merges = [], []
         for _ in range(7):
             begun = time.perf_counter()
-            task = trial.send(now)
+            task = trial.download(now)
             sent = time.perf_counter()
-            engine.serve(replace(task, program=trial.method.serve(place.model, now)))
+            engine.personalize(replace(task, program=trial.method.personalize(with_model(place.model, now))))
             sends.append(sent - begun)
             merges.append(time.perf_counter() - sent)
         send, merge = statistics.median(sends), statistics.median(merges)
@@ -171,7 +173,7 @@ def row(clients: int, cohort: int, hidden: int, store: float | None = None) -> N
 
     config = Config(dataset="fmnist", clients=clients, participation=cohort / clients, partition="iid", model="wide",
                     device="cpu", rounds=6)  # fmt: skip
-    dataset, shards = deal(config, noise("fmnist", (28, 28), IMAGES * clients, 10))
+    dataset, shards = assign(config, noise("fmnist", (28, 28), IMAGES * clients, 10))
     data = FederatedData(dataset, shards, CPU, torch.float32)
     model = Model("wide", data.shape, data.classes)
     before = _memory()

@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from contexts import with_model
 
 from fedobp import Config, FedobpError, sweep
-from fedobp.algorithms import METHODS, Moment, Sweep, Train
+from fedobp.algorithms import METHODS
 from fedobp.data import data_dir
 from fedobp.federation import Progress
+from fedobp.method import RoundContext, Sweep, Train
 from fedobp.models import Model
 
 RESULTS = Path(__file__).parent / "results"
@@ -65,10 +67,10 @@ def file_of(folder: Path, config: Config) -> Path:
 def launch(config: Config) -> str:
     """Return with whom a run shares a launch: those of the fast path, of functions of their own, or in turns."""
     method, model = METHODS[config.method].configure(config.options), Model("mlp", (4,), 2)
-    now = Moment(1, config.rounds, 2, config.epochs, torch.arange(2))
-    items = [*method.local(model, now), *method.serve(model, now)]
+    ctx = RoundContext(None, 1, config.rounds, 2, config.epochs, torch.arange(2))
+    items = [*method.client_update(with_model(model, ctx)), *method.personalize(with_model(model, ctx))]
     own = any(isinstance(item, Sweep) or (isinstance(item, Train) and item.loss is not None) for item in items)
-    return "turns" if not method.together else "own" if own else "plain"
+    return "turns" if not method.sequential else "own" if own else "plain"
 
 
 def run(given: argparse.Namespace) -> None:
@@ -120,9 +122,9 @@ def watch(until: float) -> Callable[[Progress], None]:
             rounds.clear()  # another model's runs, or more than there was room for
         if at.round in rounds or at.round % 50:
             return
-        now = rounds[at.round] = time.perf_counter()
-        print(f"  round {at.round} of {at.rounds} after {now - started:.0f} s", flush=True)
-        if 50 < at.round < at.rounds and now + (now - rounds[at.round - 50]) / 50 * (at.rounds - at.round) > until:
+        ctx = rounds[at.round] = time.perf_counter()
+        print(f"  round {at.round} of {at.rounds} after {ctx - started:.0f} s", flush=True)
+        if 50 < at.round < at.rounds and ctx + (ctx - rounds[at.round - 50]) / 50 * (at.rounds - at.round) > until:
             raise FedobpError("they would not end in time: ask for fewer methods at once")
 
     return told
@@ -157,10 +159,10 @@ def row(name: str, runs: list[dict[str, Any]]) -> list[str]:
 HEADER = ["method", "as served", "own last model", "after 5 epochs", "passes in a visit, before use", "seeds"]
 
 
-def markdown(rows: list[list[str]]) -> str:
+def markdown(records: list[list[str]]) -> str:
     """Return rows as a table, the first of them its head."""
-    lines = [f"| {' | '.join(cells)} |" for cells in rows]
-    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+    lines = [f"| {' | '.join(cells)} |" for cells in records]
+    return "\n".join([lines[0], "|---" * len(records[0]) + "|", *lines[1:]])
 
 
 def table(given: argparse.Namespace) -> None:
@@ -169,14 +171,14 @@ def table(given: argparse.Namespace) -> None:
     Of the authors' runs without momentum we know those at alpha 0.1.
     """
     theirs = json.loads(PUBLISHED.read_text())["accuracy"].get(given.dataset, {})
-    rows = [[HEADER[0], "published", "momentum 0", *HEADER[1:]]]
+    records = [[HEADER[0], "published", "momentum 0", *HEADER[1:]]]
     for name, runs in found(given.out, given.dataset, given.alpha).items():
         method, *cells = row(name, runs)
         row_of = theirs.get(runs[0]["method"], {})
         published = row_of.get("published", {}).get(f"{given.alpha:g}", "")
         without_momentum = row_of.get("momentum 0", "") if given.alpha == ALPHA else ""
-        rows.append([method, str(published), str(without_momentum), *cells])
-    print(markdown(rows))
+        records.append([method, str(published), str(without_momentum), *cells])
+    print(markdown(records))
 
 
 def points(run: dict[str, Any]) -> tuple[list[int], list[float]]:
@@ -225,8 +227,8 @@ def overview(file: Path, dataset: str, lines: dict[str, list[dict[str, Any]]]) -
         axes.scatter(
             [float(mean(lines[name], column)) for name in order], order, marker=marker, color=colour, label=label
         )
-    rows = {name: theirs.get(lines[name][0]["method"]) for name in order}
-    published = {name: row["published"][str(ALPHA)] for name, row in rows.items() if row}
+    records = {name: theirs.get(lines[name][0]["method"]) for name in order}
+    published = {name: row["published"][str(ALPHA)] for name, row in records.items() if row}
     axes.scatter([*published.values()], [*published], marker="|", s=120, color="C3", label="published")
     axes.set(xlabel="accuracy, per cent", yticks=range(len(order)), axisbelow=True)
     axes.set_yticklabels([title(name).replace("`", "") for name in order], fontsize="small")
@@ -251,12 +253,12 @@ def pages(given: argparse.Namespace) -> None:
             key: runs[key] for key in ("fedavg", "local", "fedobp") if key in runs and key != name
         }
         curve(image, mine, beside)
-        rows = [HEADER, *(row(key, found) for key, found in [*mine.items(), *beside.items()])]
+        records = [HEADER, *(row(key, found) for key, found in [*mine.items(), *beside.items()])]
         place = "methods/curves" if name == "fedobp" else "curves"
         setting = f"{given.dataset}, Dirichlet({ALPHA}), partition seed 42, 100 clients, 10 a round, 400 rounds"
         text = (
             f"{BEGIN}\n## Measured\n\n{setting}:\nthe best of rounds 100, 200, 300 and 400, mean over seeds "
-            f"(`benchmarks/methods.py`, one H200).\n\n{markdown(rows)}\n\n"
+            f"(`benchmarks/methods.py`, one H200).\n\n{markdown(records)}\n\n"
             f"![accuracy by round]({place}/{image.name})\n\n"
             f"One line per seed. Grey: other methods, first seed.\n{END}\n"
         )

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedobp import Config, Federation
-from fedobp.course import cohorts
 from fedobp.importance import above, squared
 from fedobp.models import Model
+from fedobp.sampling import cohorts
 
 PAPER_SIZE = Model("cnn", (3, 32, 32), 10).layout.size  # the paper's CNN on CIFAR10
 COHORT = 10

@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional
 
 from fedobp.data import Dataset, FederatedData, Shard
-from fedobp.engine.fit import Rule
 from fedobp.engine.kernels.fused import Fused
 from fedobp.engine.kernels.step import TAIL
+from fedobp.engine.sgd import Rule
 from fedobp.models import Model
 
 SAMPLES = 60

@@ -13,9 +13,9 @@ from torch import nn
 from torch.func import grad
 from torch.nn import functional
 
-from fedobp.algorithms import Moment, Sparse, Sweep, Train
 from fedobp.data import Dataset, FederatedData, Shard
-from fedobp.engine import Budget, Population, Task
+from fedobp.engine import Budget, ClientPool, PoolJob
+from fedobp.method import RoundContext, Sparse, Sweep, Train
 from fedobp.models import Model
 
 BATCH, CLASSES = 4, 3
@@ -168,7 +168,7 @@ def federated(device="cpu", dtype=torch.float64, seed=0):
 
 def begin(model, client):
     """Start from the download and what is remembered; every client has masks, anchors and drifts of its own."""
-    theta = client.down["theta"] + 0.1 * client.own["theta"]
+    theta = client.download["theta"] + 0.1 * client.state["theta"]
     return client.set(
         theta=theta,
         mask=theta > -0.02,
@@ -180,31 +180,31 @@ def begin(model, client):
 
 
 def end(model, client):
-    kept = client.down["part"].keep
-    sent = {"theta": client.theta, "other": client.work["other"], "scale": client.work["scale"]}
-    client = client.remember(theta=client.theta, visits=client.own["visits"] + 1)
-    return client.upload(**sent, part=Sparse(client.theta, ~kept), visits=client.own["visits"])
+    kept = client.download["part"].keep
+    sent = {"theta": client.theta, "other": client.scratch["other"], "scale": client.scratch["scale"]}
+    client = client.remember(theta=client.theta, visits=client.state["visits"] + 1)
+    return client.send(**sent, part=Sparse(client.theta, ~kept), visits=client.state["visits"])
 
 
 def halve(model, client):
-    return client.set(theta=client.theta / 2, mask=~client.work["mask"])
+    return client.set(theta=client.theta / 2, mask=~client.scratch["mask"])
 
 
 def scaled_loss(model, client, batch):
     """Look at everything that a client has."""
-    logits = model.logits(client.theta, batch.x) * client.work["scale"]
-    near = client.down["part"].fill(client.own["theta"]) - client.theta
+    logits = model.logits(client.theta, batch.x) * client.scratch["scale"]
+    near = client.download["part"].fill(client.state["theta"]) - client.theta
     return (
         batch.mean(functional.cross_entropy(logits, batch.y, reduction="none"))
-        + client.hp["mu"] * near.square().mean()
-        + client.work["drift"].cos() @ client.theta / len(client.theta)
+        + client.hparams["mu"] * near.square().mean()
+        + client.scratch["drift"].cos() @ client.theta / len(client.theta)
     )
 
 
 def mixed_loss(model, client, batch):
     """Two models in one, and how they are mixed."""
-    share = client.work["scale"].mean().sigmoid()
-    mixed = share * client.theta + (1 - share) * client.work["other"]
+    share = client.scratch["scale"].mean().sigmoid()
+    mixed = share * client.theta + (1 - share) * client.scratch["other"]
     return batch.mean(functional.cross_entropy(model.logits(mixed, batch.x), batch.y, reduction="none"))
 
 
@@ -216,19 +216,19 @@ def fit_scale(model, client, batch):
         return batch.mean(functional.cross_entropy(logits, batch.y, reduction="none"))
 
     noise = (batch.key % 1000).to(client.theta.dtype) / 1e5
-    rate = client.hp["slow"] / (1 + batch.step + batch.epoch)
-    scale = client.work["scale"] - rate * (grad(loss)(client.work["scale"]) + noise)
-    return client.set(scale=scale, other=client.work["other"] + batch.mean(batch.x.flatten(1).mean(dim=1)) * 1e-3)
+    rate = client.hparams["slow"] / (1 + batch.step + batch.epoch)
+    scale = client.scratch["scale"] - rate * (grad(loss)(client.scratch["scale"]) + noise)
+    return client.set(scale=scale, other=client.scratch["other"] + batch.mean(batch.x.flatten(1).mean(dim=1)) * 1e-3)
 
 
 def go_on(model, client):
     """Some clients stop sooner than others."""
-    return client.work["scale"].sum() * 1e4 % 3 > 1
+    return client.scratch["scale"].sum() * 1e4 % 3 > 1
 
 
 def use_scale(model, client):
     """Let what follows depend on the sweep, and on how many batches it had."""
-    return client.set(theta=client.theta * client.work["scale"].mean() + client.data["steps"] * 1e-3)
+    return client.set(theta=client.theta * client.scratch["scale"].mean() + client.data["steps"] * 1e-3)
 
 
 PULL = ("anchor", "mu")
@@ -270,7 +270,7 @@ class Plan:
     """One run: what its clients do, with which numbers, on whose data."""
 
     phases: str = "plain"
-    hp: dict[str, float] = field(default_factory=dict)
+    hparams: dict[str, float] = field(default_factory=dict)
     cohort: tuple[int, ...] = tuple(range(CLIENTS))
     seed: int = 5
     deal: int = 0  # the partition
@@ -284,7 +284,7 @@ class Plan:
         return [begin, *map(timed, PHASES[self.phases]), end]
 
     def numbers(self):
-        return {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "mu": 0.3, "slow": 0.04, **self.hp}
+        return {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "mu": 0.3, "slow": 0.04, **self.hparams}
 
 
 FAST = {"momentum": 0.9, "weight_decay": 0.05}
@@ -304,29 +304,29 @@ def played(engine, model, plans, *, device="cpu", dtype=torch.float64, rounds=({
     dealt = {0: first, 1: first.repartitioned(dataset(), shards(1))}
     theta = model.initial(3).to(device, dtype)
     own = {"theta": theta.flip(0), "visits": torch.zeros((), dtype=torch.int64, device=device)}
-    people = [Population(dealt[plan.deal], own, theta, plan.seed, Budget()) for plan in plans]
+    clients = [ClientPool(dealt[plan.deal], own, theta, plan.seed, Budget()) for plan in plans]
     answers = []
     for round, change in enumerate(rounds, start=1):
-        now = [replace(plan, **change) for plan in plans]
-        answers = engine.train([task(plan, one, theta, round) for plan, one in zip(now, people, strict=True)])
+        ctx = [replace(plan, **change) for plan in plans]
+        answers = engine.train([task(plan, one, theta, round) for plan, one in zip(ctx, clients, strict=True)])
     everyone = range(CLIENTS)
     return [
         {
-            **{f"up {name}": value for name, value in answer.up.items()},
-            **{f"own {name}": value for name, value in one.own.gather(everyone).items()},
+            **{f"up {name}": value for name, value in answer.upload.items()},
+            **{f"own {name}": value for name, value in one.state.gather(everyone).items()},
             "last": engine.last(task(Plan(), one, theta), torch.full_like(theta, 7.0)),
-            **{"loss": answer.loss, "n": answer.n, "finite": answer.finite, "seen": torch.tensor(answer.seen)},
+            **{"loss": answer.loss, "n": answer.n, "finite": answer.finite, "seen": torch.tensor(answer.processed)},
         }
-        for answer, one in zip(answers, people, strict=True)
+        for answer, one in zip(answers, clients, strict=True)
     ]
 
 
-def task(plan, people, theta, round=1):
-    now = Moment(round, 3, CLIENTS, 1, torch.tensor(plan.cohort))
+def task(plan, clients, theta, round=1):
+    ctx = RoundContext(None, round, 3, CLIENTS, 1, torch.tensor(plan.cohort))
     steps = torch.arange(len(plan.cohort), device=theta.device)[:, None]
     keep = torch.arange(len(theta), device=theta.device) % (steps + 2) != 0
-    down = {"theta": theta * (1 + steps / 10), "part": Sparse(theta.expand(len(steps), -1), keep)}
-    return Task(people, now, plan.program(), down, plan.numbers())
+    download = {"theta": theta * (1 + steps / 10), "part": Sparse(theta.expand(len(steps), -1), keep)}
+    return PoolJob(ctx, plan.program(), plan.numbers(), download, clients=clients)
 
 
 def agree(found, expected, atol=1e-9):

@@ -11,13 +11,13 @@ from rich.console import Console
 from fedobp import Config, Federation, FedobpError, Model
 from fedobp import bench as room
 from fedobp.bench import Bench, Speed, Trial, bench, noise, peak, stand_in, step_flops, steps_by_round, train
-from fedobp.course import cohorts
 from fedobp.data import FederatedData, partition
 from fedobp.engine import Budget
 from fedobp.engine.batch_order import batches
-from fedobp.federation import engine_for
 from fedobp.keys import fold
+from fedobp.launch import engine_for
 from fedobp.report.tables import bench_table
+from fedobp.sampling import cohorts
 
 TINY = {"dataset": "digits", "clients": 6, "participation": 0.5, "model": "mlp", "rounds": 7, "device": "cpu"}
 

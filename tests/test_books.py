@@ -10,9 +10,9 @@ from torch import nn
 
 from fedobp import Config, Federation
 from fedobp.algorithms import METHODS
-from fedobp.course import cohorts
 from fedobp.data import Shard
 from fedobp.models import NETS
+from fedobp.sampling import cohorts
 
 TINY = {"clients": 6, "rounds": 2, "participation": 0.5, "epochs": 1, "model": "mlp", "precision": "fp32"}
 FIRST, BIAS, CLASSES, FEATURES = 64 * 128, 128, 10, 128

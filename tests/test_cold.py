@@ -60,23 +60,23 @@ def test_a_new_client_of_fedavg_is_served_the_global_model_and_leaves_with_one_o
     result = federation.run("fedavg")
     module = federation.model.module().double()
     module.load_state_dict(result.state_dict())
-    assert result.cold.served == result.cold.visited == fare(federation, [module, module])
+    assert result.new_clients.served == result.new_clients.visited == fare(federation, [module, module])
     trained = [trained_once(federation, result.state_dict(), client) for client in HELD_OUT]
-    assert result.cold.last == fare(federation, trained)
-    assert result.cold.last.pooled > result.cold.served.pooled + 10
+    assert result.new_clients.last == fare(federation, trained)
+    assert result.new_clients.last.pooled > result.new_clients.served.pooled + 10
 
 
 def test_after_a_visit_fedavg_last_serves_the_clients_own_model(federation):
     result, plain = federation.run("fedavg-last"), federation.run("fedavg")
-    assert result.cold.served == plain.cold.served
-    assert result.cold.visited == result.cold.last == plain.cold.last
+    assert result.new_clients.served == plain.new_clients.served
+    assert result.new_clients.visited == result.new_clients.last == plain.new_clients.last
 
 
 def test_after_a_visit_fedobp_knows_which_entries_are_the_clients(federation):
     all_shared, nearly_none = federation.run("fedobp", q=1.0), federation.run("fedobp", q=0.0)
-    assert all_shared.cold.visited == all_shared.cold.served
+    assert all_shared.new_clients.visited == all_shared.new_clients.served
     # At q = 0 only the entries that moved least are shared, and those did not move at all.
-    assert nearly_none.cold.visited == nearly_none.cold.last != nearly_none.cold.served
+    assert nearly_none.new_clients.visited == nearly_none.new_clients.last != nearly_none.new_clients.served
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -84,7 +84,7 @@ def test_both_engines_agree_on_new_clients_of_every_method(method):
     # Large batches: FedALA learns its weights until the losses of batches agree.
     small = {**TINY, "epochs": 1, "rounds": 2, "method": method, "batch_size": 200}
     lanes, serial = (Federation(Config(**small, engine=engine)).run() for engine in ("lanes", "serial"))
-    assert lanes.cold == serial.cold
+    assert lanes.new_clients == serial.new_clients
     assert lanes.accuracy == serial.accuracy
 
 
@@ -105,7 +105,7 @@ def test_training_is_as_if_they_were_not_there(method, monkeypatch, tmp_path):
     lines = [metrics(tmp_path / name) for name in ("8", "6")]
     assert lines[0][-1].pop("cold")
     assert lines[0] == lines[1]
-    assert alone.cold is None
+    assert alone.new_clients is None
     for name in ("accuracy", "last", "history", "personal", "bytes", "compute"):
         assert getattr(with_them, name) == getattr(alone, name)
 
@@ -129,9 +129,9 @@ def test_they_have_no_models_in_the_run(federation):
 
 
 def test_how_many_are_tested_at_once_does_not_matter(federation, monkeypatch):
-    whole = federation.run("fedper").cold
+    whole = federation.run("fedper").new_clients
     monkeypatch.setattr(evaluation, "_CHUNK", {"cpu": 1})
-    assert federation.run("fedper").cold == whole
+    assert federation.run("fedper").new_clients == whole
 
 
 def test_each_column_is_the_best_of_the_papers_rounds_by_itself(monkeypatch, tmp_path):
@@ -142,7 +142,7 @@ def test_each_column_is_the_best_of_the_papers_rounds_by_itself(monkeypatch, tmp
     for name in ("served", "visited", "last"):
         pooled = [line[name]["pooled"] for line in lines]
         assert len(set(pooled)) > 1, "rounds must differ, or this shows nothing"
-        assert getattr(result.cold, name).pooled == max(pooled)
+        assert getattr(result.new_clients, name).pooled == max(pooled)
 
 
 @pytest.mark.parametrize("method", ["fedavg-last", "fedobp"])
@@ -159,7 +159,7 @@ def test_a_visit_that_diverges_is_said_with_the_clients_name(monkeypatch, engine
 
     def one_diverges(self, tasks):
         answers = train(self, tasks)
-        visit = tasks[0].now.cohort.tolist() == list(HELD_OUT)
+        visit = tasks[0].ctx.cohort.tolist() == list(HELD_OUT)
         return [answer._replace(finite=torch.tensor([True, False])) if visit else answer for answer in answers]
 
     monkeypatch.setattr(engine, "train", one_diverges)
@@ -182,7 +182,7 @@ def test_new_clients_are_in_json_and_in_tables(federation):
     result = federation.run("fedavg-last")
     found = json.loads(json.dumps(result.to_json()))["cold"]
     assert set(found) == {"served", "visited", "last"}
-    assert found["served"]["pooled"] == result.cold.served.pooled
+    assert found["served"]["pooled"] == result.new_clients.served.pooled
 
     def shown(table):
         console = Console(width=160, file=io.StringIO())
@@ -190,23 +190,23 @@ def test_new_clients_are_in_json_and_in_tables(federation):
         return console.file.getvalue()
 
     lines = [line.split() for line in shown(run_table(result)).splitlines()]
-    rows = {" ".join(words[:-5]): float(words[-5]) for words in lines if words[:2] == ["new", "client,"]}
-    assert rows == {
-        "new client, as served": pytest.approx(result.cold.served.pooled, abs=0.01),
-        "new client, after a visit": pytest.approx(result.cold.visited.pooled, abs=0.01),
-        "new client, own model": pytest.approx(result.cold.last.pooled, abs=0.01),
+    records = {" ".join(words[:-5]): float(words[-5]) for words in lines if words[:2] == ["new", "client,"]}
+    assert records == {
+        "new client, as served": pytest.approx(result.new_clients.served.pooled, abs=0.01),
+        "new client, after a visit": pytest.approx(result.new_clients.visited.pooled, abs=0.01),
+        "new client, own model": pytest.approx(result.new_clients.last.pooled, abs=0.01),
     }
     text = shown(compare_table([result]))
     assert "new client" in text
-    assert f"{result.cold.visited.pooled:.2f}" in text
+    assert f"{result.new_clients.visited.pooled:.2f}" in text
     assert "2 that are held out" in text
     [row] = summarise([result])
-    assert row["cold_served"] == {"mean": result.cold.served.pooled, "std": None}
+    assert row["cold_served"] == {"mean": result.new_clients.served.pooled, "std": None}
 
 
 def test_without_them_nothing_is_said_of_new_clients():
     result = Federation(Config(**{**TINY, "holdout_clients": 0, "rounds": 1})).run()
-    assert result.cold is None
+    assert result.new_clients is None
     assert "cold" not in result.to_json()
     [row] = summarise([result])
     assert set(row) == {"method", "pooled", "client_mean", "seeds"}
@@ -217,5 +217,9 @@ def test_runs_with_and_without_them_share_a_launch(tmp_path):
     together = sweep(configs)
     for config, result in zip(configs, together, strict=True):
         alone = Federation(config).run()
-        assert (alone.cold, alone.accuracy, alone.partition) == (result.cold, result.accuracy, result.partition)
+        assert (alone.new_clients, alone.accuracy, alone.partition) == (
+            result.new_clients,
+            result.accuracy,
+            result.partition,
+        )
     assert len({result.partition for result in together}) == 3

@@ -66,4 +66,4 @@ def test_measured_tables_are_those_of_the_result_files(dataset, alpha, capsys):
     assert set(lines) - set(written) == set()
     for name, runs in methods.found(methods.RESULTS, dataset).items() if (dataset, alpha) == ("cifar10", 0.1) else []:
         page = ROOT / "docs" / ("fedobp.md" if name == "fedobp" else f"methods/{runs[0]['method']}.md")
-        assert f"| {' | '.join(methods.row(name, runs))} |" in page.read_text().splitlines(), page.name
+        assert f"| {' | '.join(methods.record(name, runs))} |" in page.read_text().splitlines(), page.name

@@ -5,12 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from contexts import with_model
 
 from fedobp import Config, Federation, FedobpError, evaluation
-from fedobp.algorithms import METHODS, Moment
+from fedobp.algorithms import METHODS
 from fedobp.data import FederatedData, data_dir, load, partition
-from fedobp.engine import Budget, Lanes, Population, Serial, Store, Task
+from fedobp.engine import Budget, ClientPool, Lanes, PoolJob, Serial, Store
 from fedobp.evaluation import Accuracy, Evaluator, accuracy, protocol
+from fedobp.method import CohortUpdate, RoundContext
 from fedobp.models import Model
 
 
@@ -155,39 +157,51 @@ class Small:
         self.model = Model("mlp", self.data.shape, 10)
         self.method = METHODS["fedobp"].configure({"q": 0.9, "ema": 0.5})
         theta = self.model.initial(1).double()
-        server, row, own = self.method.begin(self.model, theta, 0)
+        server, row, own = self.method.init(self.model, theta, 0)
         self.server, self.rows = server, Store(row, CLIENTS, Budget())
-        self.hp = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
-        self.people = Population(self.data, own, theta, 1, Budget())
+        self.hparams = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
+        self.clients = ClientPool(self.data, own, theta, 1, Budget())
         self.engine = engine(self.model, 32)
-        self.evaluator = Evaluator(self.method, self.model, self.people, self.engine, finetune_epochs)
+        self.evaluator = Evaluator(self.method, self.model, self.clients, self.engine, finetune_epochs)
         for round in (1, 2):
             self.train(round)
 
     def moment(self, round, clients):
-        return Moment(round, 3, CLIENTS, 1, clients)
+        return RoundContext(None, round, 3, CLIENTS, 1, clients)
 
     def train(self, round):
-        now, cohort = self.moment(round, torch.tensor([4, 1])), [4, 1]
-        down, rows = self.method.send(self.model, now, self.server, self.rows.gather(cohort))
-        [answer] = self.engine.train([Task(self.people, now, self.method.local(self.model, now), down, self.hp)])
-        self.server, rows = self.method.receive(self.model, now, self.server, rows, answer.up, answer.n)
-        self.rows.scatter(cohort, rows)
+        ctx, cohort = self.moment(round, torch.tensor([4, 1])), [4, 1]
+        download, records = self.method.download(with_model(self.model, ctx), self.server, self.rows.gather(cohort))
+        [answer] = self.engine.train(
+            [
+                PoolJob(
+                    ctx,
+                    self.method.client_update(with_model(self.model, ctx)),
+                    self.hparams,
+                    download,
+                    clients=self.clients,
+                )
+            ]
+        )
+        self.server, records = self.method.aggregate(
+            with_model(self.model, ctx), self.server, records, CohortUpdate(answer.upload, answer.n)
+        )
+        self.rows.scatter(cohort, records)
 
     def evaluate(self, everything=True, keep=None):
         def at_two(clients):
             return self.moment(2, clients)
 
-        return self.evaluator(at_two, self.server, self.rows, self.hp, everything=everything, keep=keep)
+        return self.evaluator(at_two, self.server, self.rows, self.hparams, everything=everything, keep=keep)
 
     def own(self):
         def take_own(model, client):
-            return client.set(theta=client.own["theta"])
+            return client.set(theta=client.state["theta"])
 
-        return self.engine.serve(self.task(take_own))["theta"]
+        return self.engine.personalize(self.task(take_own))["theta"]
 
     def task(self, *program):
-        return Task(self.people, self.moment(2, torch.arange(CLIENTS)), program, {}, self.hp)
+        return PoolJob(self.moment(2, torch.arange(CLIENTS)), program, self.hparams, {}, clients=self.clients)
 
 
 @pytest.fixture(scope="module", params=[Serial, Lanes])
@@ -203,15 +217,15 @@ def test_how_many_clients_are_tested_at_once_does_not_matter(small, monkeypatch,
 
 
 def test_evaluating_changes_nobodys_state(small):
-    rows, own, server = small.rows.gather(range(CLIENTS)), small.own(), small.server["theta"].clone()
+    records, own, server = small.rows.gather(range(CLIENTS)), small.state(), small.server["theta"].clone()
     last = small.engine.last(small.task(), server)
     first, second = small.evaluate(), small.evaluate()
     assert first == second
     for name, values in small.rows.gather(range(CLIENTS)).items():
-        assert torch.equal(values, rows[name]), name
-    assert {"score", "scored"} <= set(rows), "the moving average must be in the rows, or this shows nothing"
-    assert rows["scored"].tolist() == [False, True, False, False, True, False]
-    assert torch.equal(small.own(), own)
+        assert torch.equal(values, records[name]), name
+    assert {"score", "scored"} <= set(records), "the moving average must be in the rows, or this shows nothing"
+    assert records["scored"].tolist() == [False, True, False, False, True, False]
+    assert torch.equal(small.state(), own)
     assert torch.equal(small.server["theta"], server)
     assert torch.equal(small.engine.last(small.task(), server), last)
 

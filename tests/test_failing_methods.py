@@ -6,13 +6,14 @@ from typing import ClassVar
 
 import pytest
 import torch
+from contexts import with_model
 from lanes_cases import same
 
 from fedobp import Config, Federation, FedobpError, SweepError, sweep
-from fedobp.algorithms import METHODS, Train
-from fedobp.algorithms.base import Sparse, Sweep, option
+from fedobp.algorithms import METHODS
 from fedobp.algorithms.fedavg import FedAvg, take_global, upload_model
 from fedobp.errors import Stopped
+from fedobp.method import CohortUpdate, Sparse, Sweep, Train, option
 
 TINY = {"clients": 6, "rounds": 2, "participation": 0.5, "epochs": 1, "model": "mlp", "save_models": "none"}
 
@@ -47,7 +48,7 @@ def double(model, client):
 
 
 def without_theta(model, client):
-    return replace(client, work={})
+    return replace(client, scratch={})
 
 
 class Unhashable:
@@ -77,29 +78,29 @@ class Boom(FedAvg):
     def turns(self, round, rounds):
         return fail() if self.where == "turns" else () if self.where == "no turns" else ("cohort",)
 
-    def begin(self, model, theta, seed):
-        return leave() if self.where == "begin" else super().begin(model, theta, seed)
+    def init(self, model, theta, seed):
+        return leave() if self.where == "begin" else super().init(model, theta, seed)
 
-    def send(self, model, now, server, rows):
-        if self.where == "send" and now.round == 2:
+    def download(self, model, ctx, server, records):
+        if self.where == "send" and ctx.round == 2:
             raise Unspeakable
-        return super().send(model, now, server, rows)
+        return super().download(with_model(model, ctx), server, records)
 
-    def local(self, model, now):
+    def client_update(self, model, ctx):
         if self.where == "nothing":
             return None
-        return PROGRAMS[self.program] if self.program < len(PROGRAMS) else super().local(model, now)
+        return PROGRAMS[self.program] if self.program < len(PROGRAMS) else super().client_update(with_model(model, ctx))
 
-    def receive(self, model, now, server, rows, up, n):
+    def aggregate(self, model, ctx, server, records, up, n):
         if self.where == "receive":
             endless()
-        found, rows = super().receive(model, now, server, rows, up, n)
+        found, records = super().aggregate(with_model(model, ctx), server, records, CohortUpdate(up, n))
         if self.where == "nan":
-            return {"theta": found["theta"] * torch.nan}, rows
-        return {"theta": found["theta"][1:] if self.where == "wrong server" else found["theta"]}, rows
+            return {"theta": found["theta"] * torch.nan}, records
+        return {"theta": found["theta"][1:] if self.where == "wrong server" else found["theta"]}, records
 
-    def serve(self, model, now):
-        return [take_global, fail] if self.where == "serve" else super().serve(model, now)
+    def personalize(self, model, ctx):
+        return [take_global, fail] if self.where == "serve" else super().personalize(with_model(model, ctx))
 
 
 TRAIN = Train(1)
@@ -119,8 +120,8 @@ PROGRAMS = [
     [take_global, TRAIN, short],
     [take_global, TRAIN, without_theta],
     [take_global, TRAIN],  # nothing is uploaded
-    [take_global, TRAIN, lambda model, client: client.upload(theta=Sparse(client.theta, client.theta[1:] > 0))],
-    [take_global, TRAIN, lambda model, client: client.upload(theta=3)],
+    [take_global, TRAIN, lambda model, client: client.send(theta=Sparse(client.theta, client.theta[1:] > 0))],
+    [take_global, TRAIN, lambda model, client: client.send(theta=3)],
     [take_global, 3],
     3,
     [take_global, double, TRAIN, upload_model],  # fails in float32

@@ -7,15 +7,17 @@ from typing import ClassVar
 
 import pytest
 import torch
+from contexts import with_model
 from lanes_cases import vector
 
 import fedobp
 from fedobp import Config, Federation, FedobpError, sweep
-from fedobp.algorithms import METHODS, Moment
+from fedobp.algorithms import METHODS
 from fedobp.algorithms.fedavg import FedAvg
-from fedobp.course import cohorts
-from fedobp.engine import Budget, Population, Serial, Task
+from fedobp.engine import Budget, ClientPool, PoolJob, Serial
+from fedobp.method import RoundContext
 from fedobp.models import Model
+from fedobp.sampling import cohorts
 
 TINY = {"clients": 6, "rounds": 4, "participation": 0.5, "epochs": 1, "model": "mlp", "precision": "fp64"}
 MLP_SIZE = 64 * 128 + 128 + 128 * 10 + 10
@@ -335,9 +337,9 @@ class Relay(FedAvg):
     def turns(self, round, rounds):
         return ("everyone", "cohort") if round == 2 else ("cohort",)
 
-    def receive(self, model, now, server, rows, up, n):
-        assert len(now.cohort) == len(n) == 1
-        return {"theta": up["theta"][0]}, rows
+    def aggregate(self, model, ctx, server, records, up, n):
+        assert len(ctx.cohort) == len(n) == 1
+        return {"theta": up["theta"][0]}, records
 
 
 @pytest.fixture
@@ -350,13 +352,23 @@ def relayed(config):
     federation = Federation(config)
     model, data = federation.model, federation.data
     theta, engine = model.initial(config.seed).double(), Serial(model, config.batch_size)
-    people = Population(data, {}, theta, config.seed, Budget())
-    hp = {"lr": config.lr, "momentum": 0.0, "weight_decay": 0.0}
+    clients = ClientPool(data, {}, theta, config.seed, Budget())
+    hparams = {"lr": config.lr, "momentum": 0.0, "weight_decay": 0.0}
     for round, cohort in enumerate(cohorts(config), start=1):
         for client in [*(range(config.clients) if round == 2 else []), *cohort.tolist()]:
-            now = Moment(round, config.rounds, config.clients, config.epochs, torch.tensor([client]))
-            [answer] = engine.train([Task(people, now, Relay().local(model, now), {"theta": theta[None]}, hp)])
-            theta = answer.up["theta"][0]
+            ctx = RoundContext(None, round, config.rounds, config.clients, config.epochs, torch.tensor([client]))
+            [answer] = engine.train(
+                [
+                    PoolJob(
+                        ctx,
+                        Relay().client_update(with_model(model, ctx)),
+                        hparams,
+                        {"theta": theta[None]},
+                        clients=clients,
+                    )
+                ]
+            )
+            theta = answer.upload["theta"][0]
     return theta
 
 

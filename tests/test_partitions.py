@@ -11,7 +11,7 @@ import torch
 
 from fedobp import Config, Federation, FedobpError, sweep
 from fedobp.data import PARTITIONERS, data_dir, load, partition
-from fedobp.federation import deal
+from fedobp.federation import assign
 from fedobp.report.partition import label_skew, partition_title
 
 TINY = {"clients": 6, "rounds": 2, "participation": 0.5, "epochs": 1, "model": "mlp", "device": "cpu"}
@@ -52,7 +52,7 @@ def test_a_natural_partition_has_as_many_clients_as_the_data(wards):
     assert Config(dataset="wards", partition="natural").clients == 7
     assert Config(dataset="wards", partition="natural", clients=4).clients == 4
     assert Config(dataset="wards").clients == 2
-    _, shards = deal(Config(dataset="wards", partition="natural"))
+    _, shards = assign(Config(dataset="wards", partition="natural"))
     assert [len(shard.samples) for shard in shards] == [10] * 7
 
 
@@ -92,7 +92,7 @@ def test_training_sees_turned_images():
     federation = Federation(Config(**TINY, partition="feature", normalize="none"))
     digits, shards = load("digits", data_dir()), partition(load("digits", data_dir()).y, 6, kind="feature")
     for client, shard in enumerate(shards):
-        upright = np.rot90(federation.data.inputs(client, "train")[:, 0].numpy(), -shard.change.turns, axes=(1, 2))
+        upright = np.rot90(federation.data.inputs(client, "train")[:, 0].numpy(), -shard.change.cohorts, axes=(1, 2))
         np.testing.assert_allclose(upright * 255, digits.x[shard.train], rtol=1e-5)
 
 

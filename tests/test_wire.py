@@ -7,12 +7,14 @@ from contextlib import suppress
 
 import pytest
 import torch
+from contexts import with_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedobp.algorithms import METHODS, Moment, Sparse
+from fedobp.algorithms import METHODS
 from fedobp.errors import FedobpError
+from fedobp.method import RoundContext, Sparse
 from fedobp.models import Model
 from fedobp.wire import decode, encode, header_bytes, payload_bytes
 
@@ -116,8 +118,8 @@ def test_a_record_comes_back(record):
 def dense_records():
     shapes = st.lists(st.integers(0, 4), max_size=3)
     entries = {
-        torch.float32: st.floats(width=32, allow_nan=False, allow_infinity=False),
-        torch.float64: st.floats(allow_nan=False, allow_infinity=False),
+        torch.float32: st.hparams(width=32, allow_nan=False, allow_infinity=False),
+        torch.float64: st.hparams(allow_nan=False, allow_infinity=False),
         torch.int64: st.integers(-(2**63), 2**63 - 1),
         torch.bool: st.booleans(),
     }
@@ -129,7 +131,7 @@ def dense_records():
 
 
 def sparse_records():
-    pairs = st.tuples(st.floats(width=32, allow_nan=False, allow_infinity=False), st.booleans())
+    pairs = st.tuples(st.hparams(width=32, allow_nan=False, allow_infinity=False), st.booleans())
     dtypes = st.sampled_from([torch.float32, torch.float64])
     sizes = st.tuples(st.lists(pairs, max_size=80), dtypes, st.sampled_from([None, True, False]))
 
@@ -160,9 +162,9 @@ def test_a_cohort_weighs_the_sum_of_its_messages(masks):
 
 def test_fedavg_costs_four_bytes_an_entry_and_client():
     model = Model("mlp", (4,), 2)
-    now = Moment(round=1, rounds=1, clients=3, epochs=1, cohort=torch.tensor([2, 0, 1]))
-    down, _ = METHODS["fedavg"]().send(model, now, {"theta": model.initial(0)}, {})
-    assert payload_bytes(down) == 3 * 4 * model.layout.size == 3 * 4 * 898
+    ctx = RoundContext(model=None, round=1, rounds=1, clients=3, epochs=1, cohort=torch.tensor([2, 0, 1]))
+    download, _ = METHODS["fedavg"]().download(with_model(model, ctx), {"theta": model.initial(0)}, {})
+    assert payload_bytes(download) == 3 * 4 * model.layout.size == 3 * 4 * 898
     everything = torch.ones(3, 898, dtype=torch.bool)
     assert payload_bytes({"theta": Sparse(torch.zeros(3, 898), everything)}) == 3 * 4 * 898
 

@@ -8,7 +8,7 @@ from typing import Any
 from fedobp.engine import ClientJob, diverged
 from fedobp.method import CohortUpdate, Method, RoundContext
 from fedobp.records import Record
-from fedobp.transfer import Arriving
+from fedobp.transfer import AsyncCopy
 from fedobp.wire import Payload
 
 
@@ -18,8 +18,8 @@ class _Cost:
 
     ctx: RoundContext
     hparams: Mapping[str, float]
-    loss: Arriving
-    finite: Arriving
+    loss: AsyncCopy
+    finite: AsyncCopy
     down: Payload
     up: Payload
 
@@ -36,7 +36,7 @@ class Accounting:
 
     def add(self, job: ClientJob, download: Record, update: CohortUpdate) -> None:
         """Add what a cohort cost; this does not wait for a device."""
-        arriving = Arriving(update.loss), Arriving(update.finite)
+        arriving = AsyncCopy(update.loss), AsyncCopy(update.finite)
         self._round.append(_Cost(job.ctx, job.hparams, *arriving, Payload(download), Payload(update.upload)))
         self.processed += update.processed
         self.samples += update.samples

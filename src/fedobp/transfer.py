@@ -1,4 +1,4 @@
-"""Numbers on their way to a device or back, without waiting for it."""
+"""Copies between the host and a device that do not wait for the device."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def send(values: Sequence[float] | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def to_device(values: Sequence[float] | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return numbers as a tensor on a device.
 
     A plain copy to CUDA waits until the device has done all that it was told before; from pinned memory it need not.
@@ -18,7 +18,7 @@ def send(values: Sequence[float] | Tensor, device: torch.device, dtype: torch.dt
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-class Arriving:
+class AsyncCopy:
     """A tensor on its way to the CPU.
 
     The copy is asked for at once, so that later only this one has to have arrived, and not all that the device was told

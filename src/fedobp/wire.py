@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedobp.errors import FedobpError
 from fedobp.records import Record, Sparse
-from fedobp.transfer import Arriving
+from fedobp.transfer import AsyncCopy
 
 _MAGIC = b"FOBP\x01"
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64, "bool": torch.bool}
@@ -38,7 +38,7 @@ class Payload:
         whole = [value for value in record.values() if isinstance(value, Tensor)]
         self._whole = sum(value.numel() * value.element_size() for value in whole)
         self._masked = [
-            (Arriving(value.keep.sum(dim=-1)), value.keep.shape[-1], value.values.element_size())
+            (AsyncCopy(value.keep.sum(dim=-1)), value.keep.shape[-1], value.values.element_size())
             for value in record.values()
             if isinstance(value, Sparse)
         ]

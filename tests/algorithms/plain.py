@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedobp import Config, Federation, Result
-from fedobp.course import cohorts
 from fedobp.engine.batch_order import batches as positions
 from fedobp.keys import Purpose, fold
+from fedobp.sampling import cohorts
 
 # Settings that every plain loop is tried with. Client 1 usually has 211 samples: a last batch of one, which is skipped.
 RATES: dict[str, dict[str, Any]] = {

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from fedobp.algorithms import Batch, Client, Sweep, Train
+from fedobp.method import Batch, Client, Sweep, Train
 
 
 def numbers(**values):
@@ -25,23 +25,23 @@ def draw(seed, sizes, classes=3, features=4):
     ]
 
 
-def visit(model, program, own, down, hp, batches, step=0.0):
+def visit(model, program, own, download, hparams, batches, step=0.0):
     """Run one client's program; `batches` says which ones an epoch has, and training adds `step`.
 
     Return the client and the epochs that each sweep took.
     """
     n = torch.tensor(sum(len(y) for _, y in batches(0)))
-    client, epochs = Client(own, down, {}, {}, hp, {"n": n}), []
+    client, epochs = Client(own, download, {}, {}, hparams, {"n": n}), []
     for item in program:
         if isinstance(item, Train):
-            client = client.set(**{name: client.work[name] + step for name in item.learn})
+            client = client.set(**{name: client.scratch[name] + step for name in item.learn})
         elif isinstance(item, Sweep):
             taken = count = 0
             while taken < item.epochs and (item.more is None or item.more(model, client)):
                 for x, y in batches(taken):
                     if len(y) >= item.smallest:
                         after = item.step(model, client, padded(x, y, count, taken))
-                        assert after == replace(client, work=after.work)
+                        assert after == replace(client, scratch=after.scratch)
                         client, count = after, count + 1
                 taken += 1
                 if not batches(0):

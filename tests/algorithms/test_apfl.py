@@ -2,16 +2,18 @@
 
 import pytest
 import torch
+from contexts import with_model
 from plain import RATES, SIZES, batches, both_engines, each_round, flat, mean, small, theta_0
 from sweeps import draw, numbers, padded, visit
 from torch.nn import functional
 from walk import moment, row
 
 from fedobp.algorithms import METHODS
+from fedobp.method import CohortUpdate
 from fedobp.models import Model
 
 APFL = METHODS["apfl"]
-NOW = moment(0, 1, epochs=2)
+CTX = moment(0, 1, epochs=2)
 MODEL = Model("mlp", (4,), 3)
 THETA = MODEL.initial(0).double()
 NUMBERS = {"lr": 0.3, "momentum": 0.6, "weight_decay": 0.05}
@@ -56,30 +58,34 @@ def plain_visit(model, v, w, a, epochs, adaptive, published, **rates):
 @pytest.mark.parametrize("options", MODES)
 def test_two_rounds_are_those_of_a_plain_loop(options):
     method = APFL.configure(options)
-    hp = numbers(**NUMBERS)
+    hparams = numbers(**NUMBERS)
     adaptive, published = method.adaptive == "on", method.mode == "as-published"
-    server, rows, own = method.begin(MODEL, THETA, 0)
+    server, records, own = method.init(MODEL, THETA, 0)
     owns = [own, own]
     shared, personal, mixes = THETA, [THETA, THETA], [method.mix, method.mix]
     for _ in range(2):
-        down, rows = method.send(MODEL, NOW, server, rows)
+        download, records = method.download(with_model(MODEL, CTX), server, records)
         up, models = [], []
         for client in (0, 1):
-            program = method.local(MODEL, NOW)
-            done, epochs = visit(MODEL, program, owns[client], row(down, client), hp, lambda _, c=client: BATCHES[c])
+            program = method.client_update(with_model(MODEL, CTX))
+            done, epochs = visit(
+                MODEL, program, owns[client], row(download, client), hparams, lambda _, c=client: BATCHES[c]
+            )
             personal[client], w, mixes[client] = plain_visit(
                 MODEL, personal[client], shared, mixes[client], [BATCHES[client]] * 2, adaptive, published, **NUMBERS
             )
             assert epochs == [2]
-            assert list(done.up) == ["theta"]
-            torch.testing.assert_close(done.own["theta"], personal[client], rtol=0, atol=1e-12)
-            torch.testing.assert_close(done.up["theta"], w, rtol=0, atol=1e-12)
-            assert float(done.own["mix"]) == pytest.approx(mixes[client], abs=1e-12)
-            assert done.theta.equal(done.own["theta"])  # the last local model is v
-            owns[client] = done.own
-            up.append(done.up["theta"])
+            assert list(done.upload) == ["theta"]
+            torch.testing.assert_close(done.state["theta"], personal[client], rtol=0, atol=1e-12)
+            torch.testing.assert_close(done.upload["theta"], w, rtol=0, atol=1e-12)
+            assert float(done.state["mix"]) == pytest.approx(mixes[client], abs=1e-12)
+            assert done.theta.equal(done.state["theta"])  # the last local model is v
+            owns[client] = done.state
+            up.append(done.upload["theta"])
             models.append(w)
-        server, rows = method.receive(MODEL, NOW, server, rows, {"theta": torch.stack(up)}, torch.tensor([1, 3]))
+        server, records = method.aggregate(
+            with_model(MODEL, CTX), server, records, CohortUpdate({"theta": torch.stack(up)}, torch.tensor([1, 3]))
+        )
         shared = (models[0] + 3 * models[1]) / 4
         torch.testing.assert_close(server["theta"], shared, rtol=0, atol=1e-12)
     assert (mixes != [method.mix] * 2) == (adaptive or published)
@@ -96,21 +102,23 @@ def test_two_rounds_are_those_of_a_plain_loop(options):
 )
 def test_when_the_weight_moves(options, moves):
     method = APFL.configure(options)
-    program, own = method.local(MODEL, NOW), method.begin(MODEL, THETA, 0).own
+    program, own = method.client_update(with_model(MODEL, CTX)), method.init(MODEL, THETA, 0).state
     client, _ = visit(MODEL, program[:2], own, {"theta": -THETA}, numbers(), lambda _: [])
     moved = []
     for step, (x, y) in enumerate(BATCHES[0] * 2):
-        before, client = client.work["mix"], program[2].step(MODEL, client, padded(x, y, step, step // 3))
-        moved.append(bool(client.work["mix"] != before))
+        before, client = client.scratch["mix"], program[2].step(MODEL, client, padded(x, y, step, step // 3))
+        moved.append(bool(client.scratch["mix"] != before))
     assert moved == moves
 
 
 def test_the_weight_stays_between_0_and_1():
     method, found = APFL(adaptive="on"), []
     for personal, shared in ((THETA * 100, THETA), (THETA, THETA * 100)):
-        own, down = method.begin(MODEL, personal, 0).own, {"theta": shared}
-        done, _ = visit(MODEL, method.local(MODEL, NOW), own, down, numbers(lr=0.01), lambda _: BATCHES[0])
-        found.append(float(done.own["mix"]))
+        own, download = method.init(MODEL, personal, 0).state, {"theta": shared}
+        done, _ = visit(
+            MODEL, method.client_update(with_model(MODEL, CTX)), own, download, numbers(lr=0.01), lambda _: BATCHES[0]
+        )
+        found.append(float(done.state["mix"]))
     assert found == [0, 1]
 
 
@@ -118,22 +126,26 @@ def test_without_a_batch_nothing_moves():
     method = APFL(adaptive="on")
     own = {"theta": THETA * 2, "mix": torch.tensor(0.7, dtype=torch.float64)}
     for none in ([], draw(0, [1])):
-        done, _ = visit(MODEL, method.local(MODEL, NOW), own, {"theta": THETA}, numbers(), lambda _, b=none: b)
-        assert done.own["theta"].equal(THETA * 2)
-        assert float(done.own["mix"]) == 0.7
-        assert done.up["theta"].equal(THETA)
+        done, _ = visit(
+            MODEL, method.client_update(with_model(MODEL, CTX)), own, {"theta": THETA}, numbers(), lambda _, b=none: b
+        )
+        assert done.state["theta"].equal(THETA * 2)
+        assert float(done.state["mix"]) == 0.7
+        assert done.upload["theta"].equal(THETA)
 
 
 @pytest.mark.essential
 def test_it_serves_the_mixture_with_the_current_global_model():
     method = APFL(mix=0.25)
-    own = method.begin(MODEL, THETA, 0).own
-    served, _ = visit(MODEL, method.serve(MODEL, NOW), own, {"theta": THETA * 3}, numbers(), lambda _: [])
+    own = method.init(MODEL, THETA, 0).state
+    served, _ = visit(
+        MODEL, method.personalize(with_model(MODEL, CTX)), own, {"theta": THETA * 3}, numbers(), lambda _: []
+    )
     assert served.theta.equal(THETA)
-    assert served.work["mine"].all()
+    assert served.scratch["mine"].all()
     x = BATCHES[0][0][0]
     expected = 0.25 * MODEL.module(THETA)(x) + 0.75 * MODEL.module(THETA * 3)(x)
-    torch.testing.assert_close(method.predict(MODEL, served.work, x), expected)
+    torch.testing.assert_close(method.predict(MODEL, served.scratch, x), expected)
 
 
 @pytest.mark.parametrize("rates", RATES)

@@ -5,19 +5,20 @@ from dataclasses import FrozenInstanceError, dataclass
 
 import pytest
 import torch
+from contexts import with_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedobp.algorithms import METHODS, Client, Method, Moment, Sparse, Train, method_class
-from fedobp.algorithms.base import average, dense, option, to_all
+from fedobp.algorithms import METHODS, method_class
 from fedobp.errors import FedobpError
+from fedobp.method import Client, CohortUpdate, Method, RoundContext, Sparse, Train, average, broadcast, dense, option
 from fedobp.models import Model
 
 checked = settings(deadline=None, max_examples=100)
 
 
-def now(*cohort: int) -> Moment:
-    return Moment(round=1, rounds=1, clients=9, epochs=1, cohort=torch.tensor(cohort))
+def now(*cohort: int) -> RoundContext:
+    return RoundContext(model=None, round=1, rounds=1, clients=9, epochs=1, cohort=torch.tensor(cohort))
 
 
 # The mean
@@ -96,28 +97,28 @@ def test_dense_is_only_for_what_crosses_whole():
 
 def test_to_all_repeats_without_copying():
     vector = torch.arange(3.0)
-    sent = to_all(vector, now(4, 0))
+    sent = broadcast(vector, ctx(4, 0))
     assert sent.tolist() == [[0, 1, 2], [0, 1, 2]]
     assert sent.data_ptr() == vector.data_ptr()
     assert sent.stride(0) == 0
 
 
 def test_a_clients_functions_return_changed_copies():
-    empty = Client(own={}, down={}, work={}, up={}, hp={})
+    empty = Client(state={}, download={}, scratch={}, upload={}, hparams={})
     a, b = torch.tensor(1.0), torch.tensor(2.0)
-    changed = empty.set(theta=a).remember(theta=b, kept=a).upload(theta=a).set(mine=b).remember(kept=b).upload(more=b)
-    assert (changed.work, changed.own, changed.up) == (
+    changed = empty.set(theta=a).remember(theta=b, kept=a).send(theta=a).set(mine=b).remember(kept=b).send(more=b)
+    assert (changed.scratch, changed.state, changed.upload) == (
         {"theta": a, "mine": b},
         {"theta": b, "kept": b},
         {"theta": a, "more": b},
     )
     assert changed.theta is a
-    assert (empty.work, empty.own, empty.up) == ({}, {}, {})
+    assert (empty.scratch, empty.state, empty.upload) == ({}, {}, {})
 
 
 @pytest.mark.parametrize(
     ("thing", "field"),
-    [(Client({}, {}, {}, {}, {}), "own"), (Train(1), "epochs"), (now(0), "round"), (METHODS["fedobp"](), "q")],
+    [(Client({}, {}, {}, {}, {}), "own"), (Train(1), "epochs"), (ctx(0), "round"), (METHODS["fedobp"](), "q")],
 )
 def test_what_a_program_sees_cannot_be_changed_in_place(thing, field):
     with pytest.raises(FrozenInstanceError):
@@ -165,17 +166,17 @@ def test_every_method_starts_from_theta_0_and_keeps_it_on_the_server(cls):
     theta = model.initial(0)
     # FLOCO draws its classifiers itself, and the model's is their middle.
     drawn = model.layout.mask(lambda name: cls.name == "floco" and name == "classifier.weight")
-    assert torch.equal(cls().begin(model, theta, 0).server["theta"][~drawn], theta[~drawn])
+    assert torch.equal(cls().init(model, theta, 0).server["theta"][~drawn], theta[~drawn])
 
 
 def test_the_base_class_does_nothing_by_itself():
     method, model, empty = Method(), Model("mlp", (4,), 2), {}
     for call in (
-        lambda: method.begin(model, torch.zeros(1), 0),
-        lambda: method.send(model, now(0), empty, empty),
-        lambda: method.local(model, now(0)),
-        lambda: method.receive(model, now(0), empty, empty, empty, torch.ones(1)),
-        lambda: method.serve(model, now(0)),
+        lambda: method.init(model, torch.zeros(1), 0),
+        lambda: method.download(with_model(model, ctx(0)), empty, empty),
+        lambda: method.client_update(with_model(model, ctx(0))),
+        lambda: method.aggregate(with_model(model, ctx(0)), empty, empty, CohortUpdate(empty, torch.ones(1))),
+        lambda: method.personalize(with_model(model, ctx(0))),
     ):
         with pytest.raises(NotImplementedError):
             call()
@@ -302,8 +303,8 @@ def test_a_choice_of_another_type_is_refused():
 
 
 def test_floats_are_what_clients_see():
-    assert configure("fedobp", q=0.5, ema=0.25).floats() == {"q": 0.5, "ema": 0.25}
-    assert configure("fedavg-ft").floats() == {}
+    assert configure("fedobp", q=0.5, ema=0.25).hparams() == {"q": 0.5, "ema": 0.25}
+    assert configure("fedavg-ft").hparams() == {}
 
 
 def test_a_phase_without_a_loss_trains_one_vector():

@@ -6,14 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from contexts import with_model
 from plain import RATES, batches, both_engines, each_round, fit, flat, mean, samples, sgd, small, theta_0
 from torch.nn import functional
 from walk import vector
 
-from fedobp.algorithms import METHODS, Batch, Client, Moment, Sparse, Sweep, Train
+from fedobp.algorithms import METHODS
 from fedobp.algorithms.decoupled import STEPS, add_gradient, add_squares, draw, take_own
-from fedobp.engine import pooled_gradient
+from fedobp.engine import global_gradient
 from fedobp.errors import FedobpError
+from fedobp.method import Batch, Client, CohortUpdate, RoundContext, Sparse, Sweep, Train
 from fedobp.models import Layout, Model
 
 Decoupled = METHODS["decoupled"]
@@ -22,18 +24,20 @@ SCORES = ("squared", "product", "gradient", "fisher", "fisher-batch", "obd", "ta
 
 
 def moment(*cohort, round=2, seed=0):
-    return Moment(round=round, rounds=9, clients=9, epochs=5, cohort=torch.tensor(cohort), seed=seed)
+    return RoundContext(model=None, round=round, rounds=9, clients=9, epochs=5, cohort=torch.tensor(cohort), seed=seed)
 
 
 def rows_of(*models, seen=True, **more):
     return {"theta": torch.stack(models), "seen": torch.full((len(models),), seen), **more}
 
 
-def personal(method, theta, rows, now=None):
-    down, _ = method.send(TINY, now or moment(*range(len(rows["seen"]))), {"theta": theta}, rows)
-    assert list(down) == ["theta"]
-    assert isinstance(down["theta"], Sparse)
-    return [(~keep).nonzero()[:, 0].tolist() for keep in down["theta"].keep]
+def personal(method, theta, records, ctx=None):
+    download, _ = method.download(
+        with_model(TINY, ctx or moment(*range(len(records["seen"])))), {"theta": theta}, records
+    )
+    assert list(download) == ["theta"]
+    assert isinstance(download["theta"], Sparse)
+    return [(~keep).nonzero()[:, 0].tolist() for keep in download["theta"].keep]
 
 
 # FedOBP
@@ -59,49 +63,53 @@ def test_with_its_score_and_pool_it_is_fedobp_bit_for_bit(engine, options):
 
 def test_a_quantile_in_each_tensor_leaves_something_in_each():
     own = vector(1, 2, 3, 9, 40, 30, 20, 10)  # medians: of all 9.5, by tensor 2, 9 and 25
-    rows = rows_of(own)
-    assert personal(Decoupled(q=0.5), torch.zeros(8), rows) == [[4, 5, 6, 7]]
-    assert personal(Decoupled(q=0.5, pool="tensor"), torch.zeros(8), rows) == [[2, 4, 5]]
-    assert personal(Decoupled(q=0.5, pool="tensor", norm="layer"), torch.zeros(8), rows) == [[2, 4, 5]]
-    assert personal(Decoupled(q=0.5, pool="tensor", scope="classifier"), torch.zeros(8), rows) == [[4, 5]]
-    assert personal(Decoupled(q=1.0, pool="tensor"), torch.zeros(8), rows) == [[]]
+    records = rows_of(own)
+    assert personal(Decoupled(q=0.5), torch.zeros(8), records) == [[4, 5, 6, 7]]
+    assert personal(Decoupled(q=0.5, pool="tensor"), torch.zeros(8), records) == [[2, 4, 5]]
+    assert personal(Decoupled(q=0.5, pool="tensor", norm="layer"), torch.zeros(8), records) == [[2, 4, 5]]
+    assert personal(Decoupled(q=0.5, pool="tensor", scope="classifier"), torch.zeros(8), records) == [[4, 5]]
+    assert personal(Decoupled(q=1.0, pool="tensor"), torch.zeros(8), records) == [[]]
 
 
 # Scores on the server
 
 
 def test_magnitude_looks_at_the_client_alone():
-    rows = rows_of(vector(-9, 0, 0, 0, 0, 0, 0, 1), vector(0, 0, 0, 0, 0, -2, 0, 0))
-    assert personal(Decoupled(q=0.8, score="magnitude"), rows["theta"][0], rows) == [[0, 7], [5]]
+    records = rows_of(vector(-9, 0, 0, 0, 0, 0, 0, 1), vector(0, 0, 0, 0, 0, -2, 0, 0))
+    assert personal(Decoupled(q=0.8, score="magnitude"), records["theta"][0], records) == [[0, 7], [5]]
 
 
 def test_gradient_is_how_far_an_entry_moved_in_the_last_training():
     method = Decoupled(q=0.8, score="gradient")
-    server, row, own = method.begin(TINY, torch.zeros(8), 0)
+    server, row, own = method.init(TINY, torch.zeros(8), 0)
     assert set(row) == {"theta", "seen", "moved"}
     assert list(own) == ["theta"]
-    rows, now = {name: value[None] for name, value in row.items()}, moment(0)
-    down, sent = method.send(TINY, now, server, rows)
-    assert down["theta"].keep.all()
+    records, ctx = {name: value[None] for name, value in row.items()}, moment(0)
+    download, sent = method.download(with_model(TINY, ctx), server, records)
+    assert download["theta"].keep.all()
     upload = vector(1, 2, 3, 4, 5, 6, 7, -8)[None]
-    server, rows = method.receive(TINY, now, server, sent, {"theta": upload}, torch.tensor([3]))
-    assert rows.keys() == row.keys()
-    assert rows["moved"].tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    server, records = method.aggregate(
+        with_model(TINY, ctx), server, sent, CohortUpdate({"theta": upload}, torch.tensor([3]))
+    )
+    assert records.keys() == row.keys()
+    assert records["moved"].tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
     # However far the global model goes meanwhile, entries 6 and 7 are personal; the client starts from its own there.
     server = {"theta": vector(100, 0, 0, 0, 0, 0, 0, 0)}
-    down, sent = method.send(TINY, now, server, rows)
-    assert (~down["theta"].keep).nonzero()[:, 1].tolist() == [6, 7]
-    _, rows = method.receive(TINY, now, server, sent, {"theta": upload}, torch.tensor([3]))
-    assert rows["moved"].tolist() == [[99, 2, 3, 4, 5, 6, 0, 0]]
+    download, sent = method.download(with_model(TINY, ctx), server, records)
+    assert (~download["theta"].keep).nonzero()[:, 1].tolist() == [6, 7]
+    _, records = method.aggregate(
+        with_model(TINY, ctx), server, sent, CohortUpdate({"theta": upload}, torch.tensor([3]))
+    )
+    assert records["moved"].tolist() == [[99, 2, 3, 4, 5, 6, 0, 0]]
 
 
 def test_what_moved_is_where_training_began_whoever_asks_in_between():
     method = Decoupled(q=0.8, score="gradient", ema=0.5)
-    rows = {name: value[None] for name, value in method.begin(TINY, torch.zeros(8), 0).row.items()}
-    kept = {name: value.clone() for name, value in rows.items()}
-    method.send(TINY, moment(0), {"theta": torch.ones(8)}, rows)
-    assert rows.keys() == kept.keys()
-    assert all(rows[name].equal(kept[name]) for name in kept)
+    records = {name: value[None] for name, value in method.init(TINY, torch.zeros(8), 0).record.items()}
+    kept = {name: value.clone() for name, value in records.items()}
+    method.download(with_model(TINY, moment(0)), {"theta": torch.ones(8)}, records)
+    assert records.keys() == kept.keys()
+    assert all(records[name].equal(kept[name]) for name in kept)
 
 
 def test_random_scores_belong_to_a_seed_a_round_and_a_client():
@@ -114,8 +122,10 @@ def test_random_scores_belong_to_a_seed_a_round_and_a_client():
     assert ((first > -1) & (first < 0)).all()
     assert torch.histc(first, bins=4, min=-1, max=0).tolist() == pytest.approx([1000] * 4, abs=110)  # four deviations
     assert torch.allclose(draw(moment(3, 4), like.double()).float(), first)
-    rows = rows_of(*torch.zeros(2, 8))
-    chosen = [personal(Decoupled(q=0.6, score="random"), torch.zeros(8), rows, moment(3, 4, round=r)) for r in (1, 2)]
+    records = rows_of(*torch.zeros(2, 8))
+    chosen = [
+        personal(Decoupled(q=0.6, score="random"), torch.zeros(8), records, moment(3, 4, round=r)) for r in (1, 2)
+    ]
     assert chosen[0] != chosen[1]
     assert all(len(one) == 3 for one in chosen[0] + chosen[1])  # 8 - 1 - floor(0.6 * 7)
 
@@ -154,17 +164,17 @@ def test_statistics_add_up_over_batches_and_padding_counts_for_nothing(mlp, dtyp
         client = take_own(mlp, Client({"theta": theta}, {}, {}, {}, {}))
         for batch in (batch_of(x[:3], y[:3], ones[:3]), batch_of(padded[0], padded[1], padded[2].to(dtype))):
             client = step(mlp, client, batch)
-        assert client.work["score"].dtype == dtype
-        torch.testing.assert_close(client.work["score"], expected, rtol=1e-4, atol=1e-7)
+        assert client.scratch["score"].dtype == dtype
+        torch.testing.assert_close(client.scratch["score"], expected, rtol=1e-4, atol=1e-7)
         assert client.theta.equal(theta)
 
 
 def merged(method, total, n, theta, **own):
     """Merge on a client whose own last model is 1, ..., 8, with a given sum over n samples."""
     own = {"theta": torch.arange(1.0, 9), "seen": torch.tensor(True), **own}
-    work = {"theta": own["theta"], "score": total}
-    client = Client(own, {"theta": theta}, work, {}, {}, {"n": torch.tensor(n)})
-    take, sweep, merge = method.serve(TINY, moment(0))
+    scratch = {"theta": own["theta"], "score": total}
+    client = Client(own, {"theta": theta}, scratch, {}, {}, {"n": torch.tensor(n)})
+    take, sweep, merge = method.personalize(with_model(TINY, moment(0)))
     assert (take, sweep) == (take_own, Sweep(STEPS[method.score], per_sample=method.score != "fisher-batch"))
     return merge(TINY, client)
 
@@ -175,54 +185,57 @@ def test_the_three_scores_that_need_samples():
     fisher = merged(Decoupled(q=0.8, score="fisher"), sums, 10, theta)
     assert fisher.theta.tolist() == [1, 50, 50, 50, 50, 50, 50, 8]  # 3 and 1 are above, -4 is not
     batch = merged(Decoupled(q=0.8, score="fisher-batch"), sums, 10, theta)
-    assert batch.work["mine"].nonzero()[:, 0].tolist() == [0, 6]  # 9 and 16
+    assert batch.scratch["mine"].nonzero()[:, 0].tolist() == [0, 6]  # 9 and 16
     obd = merged(Decoupled(q=0.9, score="obd"), sums, 10, theta)
-    assert obd.work["mine"].nonzero()[:, 0].tolist() == [7]  # 3 * 1 / 2 and 1 * 64 / 2
+    assert obd.scratch["mine"].nonzero()[:, 0].tolist() == [7]  # 3 * 1 / 2 and 1 * 64 / 2
     by_tensor = merged(Decoupled(q=0.9, score="fisher", pool="tensor"), sums, 10, theta)
-    assert by_tensor.work["mine"].nonzero()[:, 0].tolist() == [0, 7]
+    assert by_tensor.scratch["mine"].nonzero()[:, 0].tolist() == [0, 7]
 
 
 def test_a_client_without_samples_or_without_a_model_takes_the_global_one():
     theta, some = torch.full((8,), 50.0), torch.arange(8.0)
     without = merged(Decoupled(q=0.5, score="fisher"), torch.zeros(8), 0, theta)
     assert without.theta.equal(theta)
-    assert not without.work["mine"].any()
+    assert not without.scratch["mine"].any()
     never = {"seen": torch.tensor(False)}
     assert merged(Decoupled(q=0.5, score="fisher"), some, 1, theta, **never).theta.equal(theta)
     literal = merged(Decoupled(q=0.5, score="fisher", start="literal"), some, 1, theta, **never)
-    assert literal.work["mine"].tolist() == [False] * 4 + [True] * 4
+    assert literal.scratch["mine"].tolist() == [False] * 4 + [True] * 4
 
 
 def test_the_client_smooths_its_own_scores():
     method, theta = Decoupled(q=0.8, score="fisher", ema=0.75), torch.full((8,), 50.0)
-    row, own = method.begin(TINY, theta, 0)[1:]
+    row, own = method.init(TINY, theta, 0)[1:]
     assert row == {}
     assert set(own) == {"theta", "seen", "score", "scored"}
     first = merged(method, vector(0, 8, 0, 0, 0, 0, 4, 0), 2, theta, score=own["score"], scored=own["scored"])
-    assert first.own["score"].tolist() == [0, 4, 0, 0, 0, 0, 2, 0]  # the first value is the score itself
-    assert first.own["scored"].tolist() is True
-    kept = {name: first.own[name] for name in ("score", "scored")}
+    assert first.state["score"].tolist() == [0, 4, 0, 0, 0, 0, 2, 0]  # the first value is the score itself
+    assert first.state["scored"].tolist() is True
+    kept = {name: first.state[name] for name in ("score", "scored")}
     second = merged(method, vector(8, 0, 0, 0, 0, 0, 0, 0), 2, theta, **kept)
-    assert second.own["score"].tolist() == [1, 3, 0, 0, 0, 0, 1.5, 0]
-    assert second.work["mine"].nonzero()[:, 0].tolist() == [1, 6]
+    assert second.state["score"].tolist() == [1, 3, 0, 0, 0, 0, 1.5, 0]
+    assert second.scratch["mine"].nonzero()[:, 0].tolist() == [1, 6]
     new = merged(method, torch.ones(8), 2, theta, seen=torch.tensor(False), score=own["score"], scored=own["scored"])
-    assert new.own["scored"].tolist() is False  # of theta^0, that is: it does not count at the next visit
+    assert new.state["scored"].tolist() is False  # of theta^0, that is: it does not count at the next visit
     squared = merged(replace(method, score="fisher-batch"), vector(8, 0, 0, 0, 0, 0, 0, 0), 2, theta, **kept)
-    assert squared.own["score"].tolist() == [4, 3, 0, 0, 0, 0, 1.5, 0]  # the square of the mean, smoothed
+    assert squared.state["score"].tolist() == [4, 3, 0, 0, 0, 0, 1.5, 0]  # the square of the mean, smoothed
 
 
 def test_the_client_that_scores_gets_everything_and_the_server_keeps_nothing():
     method = Decoupled(score="fisher")
-    down, rows = method.send(TINY, moment(0, 1), {"theta": torch.arange(8.0)}, {})
-    assert down["theta"].equal(torch.arange(8.0).expand(2, -1))
-    assert rows == {}
-    program = method.local(TINY, moment(0))
+    download, records = method.download(with_model(TINY, moment(0, 1)), {"theta": torch.arange(8.0)}, {})
+    assert download["theta"].equal(torch.arange(8.0).expand(2, -1))
+    assert records == {}
+    program = method.client_update(with_model(TINY, moment(0)))
     assert [item for item in program if isinstance(item, Train)] == [Train(5)]
-    server, rows = method.receive(
-        TINY, moment(0, 1), {}, {}, {"theta": torch.stack([torch.zeros(8), torch.ones(8)])}, torch.tensor([1, 3])
+    server, records = method.aggregate(
+        with_model(TINY, moment(0, 1)),
+        {},
+        {},
+        CohortUpdate({"theta": torch.stack([torch.zeros(8), torch.ones(8)])}, torch.tensor([1, 3])),
     )
     assert server["theta"].tolist() == [0.75] * 8
-    assert rows == {}
+    assert records == {}
 
 
 @pytest.mark.parametrize("rates", RATES)
@@ -276,18 +289,18 @@ def test_taylor_is_the_pooled_gradient_times_the_distance(monkeypatch):
     for vector_ in theta:
         at = vector_.clone().requires_grad_()
         expected.append(torch.autograd.grad(functional.cross_entropy(model.logits(at, x), y), at)[0])
-    found = pooled_gradient(model, data, "fp64", theta)
+    found = global_gradient(model, data, "fp64", theta)
     torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-12)
-    now = replace(moment(0, 1, 2), pooled=partial(pooled_gradient, model, data, "fp64"))
+    ctx = replace(moment(0, 1, 2), pooled=partial(global_gradient, model, data, "fp64"))
     method, server = Decoupled(score="taylor"), {"theta": model.initial(9).double()}
-    score = method.scores(now, server, {"theta": theta})
+    score = method.scores(ctx, server, {"theta": theta})
     torch.testing.assert_close(score, (torch.stack(expected) * (server["theta"] - theta)).abs(), rtol=0, atol=1e-12)
 
 
 def test_taylor_is_refused_where_nobody_knows_it():
-    rows = {"theta": torch.ones(1, 8), "seen": torch.tensor([True])}
+    records = {"theta": torch.ones(1, 8), "seen": torch.tensor([True])}
     with pytest.raises(FedobpError, match="needs everybody's data, which only a simulation has"):
-        Decoupled(score="taylor").send(TINY, moment(0), {"theta": torch.zeros(8)}, rows)
+        Decoupled(score="taylor").download(with_model(TINY, moment(0)), {"theta": torch.zeros(8)}, records)
 
 
 # Options

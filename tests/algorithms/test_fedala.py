@@ -5,20 +5,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from contexts import with_model
 from plain import RATES, SIZES, batches, both_engines, each_round, fit, flat, key, mean, samples, sgd, small, theta_0
 from sweeps import draw, numbers, visit
 from torch.nn import functional
 from walk import moment, row
 
-from fedobp.algorithms import METHODS, Client, Sweep, Train
+from fedobp.algorithms import METHODS
 from fedobp.engine.batch_order import batches as positions
 from fedobp.engine.batch_order import subset
 from fedobp.keys import Purpose, fold
+from fedobp.method import Client, CohortUpdate, Sweep, Train
 from fedobp.models import Model
 
 FedALA = METHODS["fedala"]
 PUBLISHED = FedALA(mode="as-published")
-NOW = moment(0, 1)
+CTX = moment(0, 1)
 MODEL = Model("mlp", (4,), 3)
 THETA = MODEL.initial(0).double()
 LOCAL, GLOBAL = (MODEL.initial(seed).double() * 2 for seed in (1, 2))
@@ -90,27 +92,29 @@ def plain_weights(model, method, own, other, weights, batches, started):
 )
 def test_a_visit_is_that_of_a_plain_loop(options, weight, batches, started, epochs):
     method = FedALA.configure(options)
-    own, hp = held(method, weight=weight, started=started), numbers(**method.floats())
+    own, hparams = held(method, weight=weight, started=started), numbers(**method.hparams())
     mixed, weights, taken = plain_weights(MODEL, method, LOCAL, GLOBAL, own["mixing"], batches, started)
     assert taken == epochs
     assert not torch.allclose(mixed, GLOBAL)
-    done, sweeps = visit(MODEL, method.local(MODEL, NOW), own, {"theta": GLOBAL}, hp, batches, step=0.5)
+    done, sweeps = visit(
+        MODEL, method.client_update(with_model(MODEL, CTX)), own, {"theta": GLOBAL}, hparams, batches, step=0.5
+    )
     assert sweeps == [epochs]
     torch.testing.assert_close(done.theta, mixed + 0.5, rtol=0, atol=1e-12)
-    torch.testing.assert_close(done.own["mixing"], weights, rtol=0, atol=1e-12)
-    assert done.own["top"].equal(top_of(method, done.theta))
-    assert bool(done.own["started"])
-    assert list(done.up) == ["theta"]
-    assert done.up["theta"].equal(done.theta)
-    served, sweeps = visit(MODEL, method.serve(MODEL, NOW), own, {"theta": GLOBAL}, hp, batches)
+    torch.testing.assert_close(done.state["mixing"], weights, rtol=0, atol=1e-12)
+    assert done.state["top"].equal(top_of(method, done.theta))
+    assert bool(done.state["started"])
+    assert list(done.upload) == ["theta"]
+    assert done.upload["theta"].equal(done.theta)
+    served, sweeps = visit(MODEL, method.personalize(with_model(MODEL, CTX)), own, {"theta": GLOBAL}, hparams, batches)
     assert sweeps == [epochs]
     torch.testing.assert_close(served.theta, mixed, rtol=0, atol=1e-12)
-    assert served.own == own
-    assert int(served.work["mine"].sum()) == len(own["top"]) == int(served.work["mine"][-len(own["top"]) :].sum())
+    assert served.state == own
+    assert int(served.scratch["mine"].sum()) == len(own["top"]) == int(served.scratch["mine"][-len(own["top"]) :].sum())
 
 
 def test_its_program():
-    _, _, learning, training, _ = FedALA().local(MODEL, NOW)
+    _, _, learning, training, _ = FedALA().client_update(with_model(MODEL, CTX))
     assert isinstance(learning, Sweep)
     assert (learning.epochs, learning.fraction, learning.smallest) == (100, 0.8, 1)
     assert training == Train(5)
@@ -120,35 +124,39 @@ def test_its_program():
 def test_a_first_time_ends_when_ten_losses_agree(epochs, spread, more):
     """That is, after more than 10 epochs, if the standard deviation of the last 10, of a population, is below 0.1."""
     losses = torch.tensor([1 + spread, 1 - spread] * 5).double()
-    work = {"epochs": torch.tensor(epochs), "losses": losses, "started": torch.tensor(False)}
-    client = Client({}, {}, {**work, "top": LOCAL, "shared": GLOBAL}, {}, {})
-    assert bool(FedALA().local(MODEL, NOW)[2].more(MODEL, client)) == more
+    scratch = {"epochs": torch.tensor(epochs), "losses": losses, "started": torch.tensor(False)}
+    client = Client({}, {}, {**scratch, "top": LOCAL, "shared": GLOBAL}, {}, {})
+    assert bool(FedALA().client_update(with_model(MODEL, CTX))[2].more(MODEL, client)) == more
 
 
 def test_equal_models_teach_nothing_and_are_no_first_time():
     method = FedALA()
-    server, rows, own = method.begin(MODEL, THETA, 0)
-    down, _ = method.send(MODEL, NOW, server, rows)
-    assert list(down) == ["theta"]
-    done, sweeps = visit(MODEL, method.local(MODEL, NOW), own, row(down, 0), numbers(eta=1.0), still, step=0.5)
+    server, records, own = method.init(MODEL, THETA, 0)
+    download, _ = method.download(with_model(MODEL, CTX), server, records)
+    assert list(download) == ["theta"]
+    done, sweeps = visit(
+        MODEL, method.client_update(with_model(MODEL, CTX)), own, row(download, 0), numbers(eta=1.0), still, step=0.5
+    )
     assert sweeps == [0]
     assert done.theta.equal(THETA + 0.5)
-    assert done.own["mixing"].eq(1).all()
-    assert not bool(done.own["started"])
+    assert done.state["mixing"].eq(1).all()
+    assert not bool(done.state["started"])
 
 
 def test_a_client_without_samples_mixes_with_the_weights_that_it_has():
     method, top = FedALA(), top_of(FedALA(), GLOBAL)
     own = held(method, weight=0.25)
-    done, _ = visit(MODEL, method.local(MODEL, NOW), own, {"theta": GLOBAL}, numbers(eta=1.0), lambda _: [])
-    torch.testing.assert_close(done.own["top"], top_of(method, LOCAL) * 0.75 + top * 0.25)
-    assert done.own["mixing"].eq(0.25).all()
-    assert not bool(done.own["started"])
+    done, _ = visit(
+        MODEL, method.client_update(with_model(MODEL, CTX)), own, {"theta": GLOBAL}, numbers(eta=1.0), lambda _: []
+    )
+    torch.testing.assert_close(done.state["top"], top_of(method, LOCAL) * 0.75 + top * 0.25)
+    assert done.state["mixing"].eq(0.25).all()
+    assert not bool(done.state["started"])
 
 
 def test_one_class_is_enough():
     x, y = BATCHES[0]
-    done, _ = visit(MODEL, FedALA().serve(MODEL, NOW), held(FedALA()), {"theta": GLOBAL}, numbers(eta=1.0),
+    done, _ = visit(MODEL, FedALA().personalize(with_model(MODEL, CTX)), held(FedALA()), {"theta": GLOBAL}, numbers(eta=1.0),
                     lambda _: [(x, torch.zeros_like(y))])  # fmt: skip
     assert done.theta.isfinite().all()
     assert not done.theta.equal(GLOBAL)
@@ -156,27 +164,27 @@ def test_one_class_is_enough():
 
 def test_the_server_averages_by_samples():
     uploads, n = torch.stack([LOCAL, GLOBAL]), torch.tensor([1, 3])
-    server, _ = FedALA().receive(MODEL, NOW, {"theta": THETA}, {}, {"theta": uploads}, n)
+    server, _ = FedALA().aggregate(with_model(MODEL, CTX), {"theta": THETA}, {}, CohortUpdate({"theta": uploads}, n))
     assert list(server) == ["theta"]
     torch.testing.assert_close(server["theta"], (LOCAL + 3 * GLOBAL) / 4, rtol=0, atol=1e-12)
 
 
 def turn(server, client, round, n, step):
     """Let one client train in the published mode; return (server, its upload, what it began with)."""
-    now = replace(moment(client), round=round)
-    down, rows = PUBLISHED.send(MODEL, now, server, {})
-    program, got = PUBLISHED.local(MODEL, now), row(down, 0)
+    ctx = replace(moment(client), round=round)
+    download, records = PUBLISHED.download(with_model(MODEL, ctx), server, {})
+    program, got = PUBLISHED.client_update(with_model(MODEL, ctx)), row(download, 0)
     done, epochs = visit(MODEL, program, {}, got, numbers(eta=1.0), still if n else lambda _: [], step=step)
-    up = {name: value[None] for name, value in done.up.items()}
-    after, _ = PUBLISHED.receive(MODEL, now, server, rows, up, torch.tensor([n]))
-    assert done.own == {}
+    up = {name: value[None] for name, value in done.upload.items()}
+    after, _ = PUBLISHED.aggregate(with_model(MODEL, ctx), server, records, CohortUpdate(up, torch.tensor([n])))
+    assert done.state == {}
     return after, done.theta, got, epochs
 
 
 @pytest.mark.essential
 def test_as_published_each_client_goes_on_from_the_one_before():
-    assert (FedALA().together, PUBLISHED.together) == (True, False)
-    server, _, own = PUBLISHED.begin(MODEL, THETA, 0)
+    assert (FedALA().sequential, PUBLISHED.sequential) == (True, False)
+    server, _, own = PUBLISHED.init(MODEL, THETA, 0)
     assert own == {}
     server, first, got, epochs = turn(server, 0, 1, 1, step=0.5)
     assert (sorted(got), epochs) == (["mixing", "start", "theta", "top"], [0])
@@ -204,17 +212,17 @@ def test_as_published_each_client_goes_on_from_the_one_before():
 
 
 def test_as_published_everyone_is_served_from_what_the_last_one_left():
-    server, _, _ = PUBLISHED.begin(MODEL, THETA, 0)
+    server, _, _ = PUBLISHED.init(MODEL, THETA, 0)
     server, _, _, _ = turn(server, 0, 1, 2, step=0.5)
     server, last, _, _ = turn(server, 1, 1, 2, step=-0.5)
-    down, _ = PUBLISHED.send(MODEL, NOW, server, {})
+    download, _ = PUBLISHED.download(with_model(MODEL, CTX), server, {})
     for client in (0, 1):
-        got = row(down, client)
+        got = row(download, client)
         assert got["theta"].equal(server["theta"])
-        served, epochs = visit(MODEL, PUBLISHED.serve(MODEL, NOW), {}, got, numbers(eta=1.0), still)
+        served, epochs = visit(MODEL, PUBLISHED.personalize(with_model(MODEL, CTX)), {}, got, numbers(eta=1.0), still)
         assert epochs == [1]
-        assert served.work["top"].equal(top_of(PUBLISHED, last))
-        below = len(THETA) - len(served.work["top"])
+        assert served.scratch["top"].equal(top_of(PUBLISHED, last))
+        below = len(THETA) - len(served.scratch["top"])
         assert served.theta[:below].equal(server["theta"][:below])
 
 

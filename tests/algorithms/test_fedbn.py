@@ -4,15 +4,17 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from contexts import with_model
 from torch import nn
 from walk import moment, row, vector, walk
 
 from fedobp import Config, Federation
-from fedobp.algorithms import METHODS, Train
+from fedobp.algorithms import METHODS
+from fedobp.method import CohortUpdate, Train
 from fedobp.models import NETS, Model, register
 
 METHOD = METHODS["fedbn"]()
-NOW = moment(0, 1)
+CTX = moment(0, 1)
 
 
 @pytest.fixture
@@ -26,24 +28,24 @@ def model():
 
 @pytest.mark.essential
 def test_a_round_by_hand(model):
-    server, rows, own = METHOD.begin(model, vector(1, 2, 3, 4, 5, 6), 0)
+    server, records, own = METHOD.init(model, vector(1, 2, 3, 4, 5, 6), 0)
     assert own["private"].tolist() == [1, 2, 5, 6]
-    down, rows = METHOD.send(model, NOW, server, rows)
-    assert {name: value.tolist() for name, value in down.items()} == {"shared": [[3, 4], [3, 4]]}
+    download, records = METHOD.download(with_model(model, CTX), server, records)
+    assert {name: value.tolist() for name, value in download.items()} == {"shared": [[3, 4], [3, 4]]}
     states = []
     for client, step in ((0, vector(1, 1, 4, 0, 1, 1)), (1, vector(9, 9, 0, 4, 9, 9))):
-        state, phases = walk(model, METHOD.local(model, NOW), own, row(down, client), [step])
+        state, phases = walk(model, METHOD.client_update(with_model(model, CTX)), own, row(download, client), [step])
         assert phases == [Train(5)]
-        assert list(state.up) == ["shared"]
+        assert list(state.upload) == ["shared"]
         states.append(state)
-    assert states[0].own["private"].tolist() == [2, 3, 6, 7]
-    up = {"shared": torch.stack([state.up["shared"] for state in states])}
-    server, rows = METHOD.receive(model, NOW, server, rows, up, torch.tensor([1, 3]))
+    assert states[0].state["private"].tolist() == [2, 3, 6, 7]
+    up = {"shared": torch.stack([state.upload["shared"] for state in states])}
+    server, records = METHOD.aggregate(with_model(model, CTX), server, records, CohortUpdate(up, torch.tensor([1, 3])))
     assert server["theta"].tolist() == [1, 2, 4, 7, 5, 6]
-    down, _ = METHOD.send(model, NOW, server, rows)
-    served, phases = walk(model, METHOD.serve(model, NOW), states[1].own, row(down, 1), [])
+    download, _ = METHOD.download(with_model(model, CTX), server, records)
+    served, phases = walk(model, METHOD.personalize(with_model(model, CTX)), states[1].state, row(download, 1), [])
     assert (served.theta.tolist(), phases) == ([10, 11, 4, 7, 14, 15], [])
-    assert served.work["mine"].tolist() == [True, True, False, False, True, True]
+    assert served.scratch["mine"].tolist() == [True, True, False, False, True, True]
 
 
 def test_without_batch_norm_it_is_fedavg_and_says_so():

@@ -4,12 +4,14 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from contexts import with_model
 from plain import RATES, SIZES, batches, both_engines, each_round, fit, mean, samples, sgd, small, theta_0
 from torch import nn
 from walk import moment, vector
 
-from fedobp.algorithms import METHODS, Client, Sweep, Train
+from fedobp.algorithms import METHODS
 from fedobp.algorithms.feddpa import personal_loss, shared_loss
+from fedobp.method import Client, Sweep, Train
 from fedobp.models import NETS, Model, register
 
 METHOD = METHODS["feddpa"]
@@ -30,11 +32,11 @@ def networks():
 def merged(method, fisher, own, received, seen=True):
     model = Model("tiny-dpa", (1,), 2)
     client = Client(
-        own={"theta": own, "seen": torch.tensor(seen)},
-        down={},
-        work={"fisher": fisher, "last": own, "received": received},
-        up={},
-        hp={"threshold": torch.tensor(method.threshold)},
+        state={"theta": own, "seen": torch.tensor(seen)},
+        download={},
+        scratch={"fisher": fisher, "last": own, "received": received},
+        upload={},
+        hparams={"threshold": torch.tensor(method.threshold)},
     )
     return method._merge(model, client)
 
@@ -58,22 +60,22 @@ def test_the_merge_by_hand(options, fisher, expected):
     after = merged(METHOD(**options), fisher, OWN, RECEIVED)
     assert after.theta.tolist() == expected
     mine = [value < 10 for value in expected]
-    assert after.work["mine"].tolist() == after.work["personal"].tolist() == mine
-    assert after.work["shared"].tolist() == [not one for one in mine]
+    assert after.scratch["mine"].tolist() == after.scratch["personal"].tolist() == mine
+    assert after.scratch["shared"].tolist() == [not one for one in mine]
 
 
 def test_without_a_model_of_its_own_a_client_has_nothing_personal_but_still_two_kinds_of_entries():
     after = merged(METHOD(), vector(0, 9, 8, 6), RECEIVED, RECEIVED, seen=False)
     assert after.theta.equal(RECEIVED)
-    assert not after.work["mine"].any()
-    assert after.work["personal"].tolist() == [False, True, True, False]
+    assert not after.scratch["mine"].any()
+    assert after.scratch["personal"].tolist() == [False, True, True, False]
 
 
 def test_the_regularisers_by_hand():
     model, labels = Model("tiny-dpa", (1,), 2), torch.tensor([0, 0])
-    hp = {name: torch.tensor(value) for name, value in (("near", 0.1), ("level", 0.05), ("bound", 0.5))}
+    hparams = {name: torch.tensor(value) for name, value in (("near", 0.1), ("level", 0.05), ("bound", 0.5))}
     # The tensors are 5 and 13 apart, which makes 18; both logits are 0, so that the cross-entropy is log 2.
-    client = Client({}, {}, {"theta": vector(0, 0, 0, 0), "received": vector(3, 4, 5, 12)}, {}, hp)
+    client = Client({}, {}, {"theta": vector(0, 0, 0, 0), "received": vector(3, 4, 5, 12)}, {}, hparams)
 
     class Samples:
         x, y = torch.ones(2, 1), labels
@@ -86,7 +88,9 @@ def test_the_regularisers_by_hand():
 
 def test_how_epochs_are_spent():
     def phases(method, epochs=5):
-        return [item for item in method.local(None, moment(0, epochs=epochs)) if isinstance(item, Train)]
+        return [
+            item for item in method.client_update(with_model(None, moment(0, epochs=epochs))) if isinstance(item, Train)
+        ]
 
     assert phases(METHOD()) == [
         Train(5, mask="personal", loss=personal_loss), Train(5, mask="shared", loss=shared_loss),
@@ -94,7 +98,7 @@ def test_how_epochs_are_spent():
     assert [phase.epochs for phase in phases(METHOD(), 1)] == [1, 1]
     assert phases(METHOD(mode="as-published")) == [Train(5)]
     for mode in ("faithful", "as-published"):
-        assert [item for item in METHOD(mode=mode).serve(None, moment(0)) if isinstance(item, Sweep)]
+        assert [item for item in METHOD(mode=mode).personalize(with_model(None, moment(0))) if isinstance(item, Sweep)]
 
 
 # Against a plain loop.
@@ -184,5 +188,5 @@ def test_every_option_changes_the_model(change, usual):
 
 
 def test_modes_that_leak_are_sequential():
-    assert METHOD().together
-    assert not METHOD(mode="as-published").together
+    assert METHOD().sequential
+    assert not METHOD(mode="as-published").sequential

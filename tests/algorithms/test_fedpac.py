@@ -5,13 +5,15 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
+from contexts import with_model
 from plain import RATES, SIZES, batches, both_engines, each_round, fit, hidden, mean, samples, sgd, small, theta_0
 from scipy.optimize import minimize
 from torch.nn.functional import cross_entropy
 from walk import moment
 
-from fedobp.algorithms import METHODS, Batch, Client, Sweep, Train
+from fedobp.algorithms import METHODS
 from fedobp.algorithms.fedpac import aligned, combination, on_simplex, tally
+from fedobp.method import Batch, Client, CohortUpdate, Sweep, Train
 from fedobp.models import Model
 
 METHOD = METHODS["fedpac"]()
@@ -97,10 +99,10 @@ def measured(y, weight):
     x = torch.linspace(-1, 2, 4 * len(y), dtype=torch.float64).view(-1, 4).sin()
     head = MODEL.layout.split(theta)[1]
     shared = torch.arange(3.0 * WIDTH).double()
-    down = {"base": MODEL.layout.split(theta)[0], "head": head, "prototypes": shared,
+    download = {"base": MODEL.layout.split(theta)[0], "head": head, "prototypes": shared,
             "known": torch.tensor([False, True, True])}  # fmt: skip
-    client = Client({}, down, {}, {}, {"lam": torch.tensor(0.5).double()}, {"n": counts.sum(), "counts": counts})
-    program = METHOD.local(MODEL, moment(0, round=2))
+    client = Client({}, download, {}, {}, {"lam": torch.tensor(0.5).double()}, {"n": counts.sum(), "counts": counts})
+    program = METHOD.client_update(with_model(MODEL, moment(0, round=2)))
     client = program[0](MODEL, client)
     batch = Batch(x, y, weight, zero, zero, zero)
     if len(y):
@@ -113,26 +115,26 @@ def test_statistics_of_padded_features():
     client, batch = measured(y, weight)
     z = MODEL.features(client.theta, batch.x)
     h = torch.stack([(z[0] + z[2]) / 3, z[1] / 3, torch.zeros(WIDTH).double()])
-    torch.testing.assert_close(client.up["h"], h.flatten())
-    torch.testing.assert_close(client.up["variance"], ((z[:3] ** 2).sum() / 3 - (h**2).sum()) / 3)
+    torch.testing.assert_close(client.upload["h"], h.flatten())
+    torch.testing.assert_close(client.upload["variance"], ((z[:3] ** 2).sum() / 3 - (h**2).sum()) / 3)
     shared = torch.arange(3.0 * WIDTH).double().view(3, -1)
-    torch.testing.assert_close(client.work["target"], torch.stack([(z[0] + z[2]) / 2, shared[1], shared[2]]))
+    torch.testing.assert_close(client.scratch["target"], torch.stack([(z[0] + z[2]) / 2, shared[1], shared[2]]))
     loss = aligned(MODEL, client, batch)
-    pulls = ((z - client.work["target"][y]) ** 2).mean(dim=1)
+    pulls = ((z - client.scratch["target"][y]) ** 2).mean(dim=1)
     expected = (cross_entropy(MODEL.logits(client.theta, batch.x)[:3], y[:3]) + 0.5 * pulls[:3].mean()).detach()
     torch.testing.assert_close(loss, expected)
 
 
 def test_a_client_without_samples_has_finite_statistics():
     client, _ = measured(torch.zeros(0, dtype=torch.int64), torch.zeros(0))
-    assert not client.up["h"].any()
-    assert client.up["variance"] == 0
+    assert not client.upload["h"].any()
+    assert client.upload["variance"] == 0
 
 
 def test_the_program_spends_the_budget():
-    phases = [item for item in METHOD.local(MODEL, moment(0)) if isinstance(item, Train | Sweep)]
+    phases = [item for item in METHOD.client_update(with_model(MODEL, moment(0))) if isinstance(item, Train | Sweep)]
     assert phases == [Sweep(tally), Train(1, part="head", lr="head_lr"), Train(4, part="base"), Sweep(tally)]
-    later = METHODS["fedpac"](head_epochs=2).local(MODEL, moment(0, round=2))
+    later = METHODS["fedpac"](head_epochs=2).client_update(with_model(MODEL, moment(0, round=2)))
     trained = [item for item in later if isinstance(item, Train)]
     assert trained == [Train(2, part="head", lr="head_lr"), Train(3, part="base", loss=aligned)]
 
@@ -214,17 +216,19 @@ def test_every_option_matters():
 
 def test_only_classes_of_the_cohort_have_prototypes():
     theta = MODEL.initial(0)
-    server, row, _ = METHOD.begin(MODEL, theta, 0)
+    server, row, _ = METHOD.init(MODEL, theta, 0)
     assert not server["known"].any()
     prototypes = torch.stack([torch.full((3 * WIDTH,), 1.0), torch.full((3 * WIDTH,), 5.0)])
     up = {
         "theta": theta.repeat(2, 1), "prototypes": prototypes, "counts": torch.tensor([[1.0, 2, 0], [3, 0, 0]]),
         "h": torch.zeros(2, 3 * WIDTH), "variance": torch.ones(2),
     }  # fmt: skip
-    rows = {name: value.repeat(2, 1) for name, value in row.items()}
+    records = {name: value.repeat(2, 1) for name, value in row.items()}
     server["known"] = torch.tensor([False, False, True])  # the last cohort's
-    server, rows = METHOD.receive(MODEL, moment(0, 1), server, rows, up, torch.tensor([3, 3]))
+    server, records = METHOD.aggregate(
+        with_model(MODEL, moment(0, 1)), server, records, CohortUpdate(up, torch.tensor([3, 3]))
+    )
     assert server["known"].tolist() == [True, True, False]
     assert server["prototypes"].view(3, -1)[:, 0].tolist() == [4, 1, 0]
     assert server["theta"].equal(theta)
-    assert rows["head"][1].equal(MODEL.layout.split(theta)[1])  # equal heads combine to that head
+    assert records["head"][1].equal(MODEL.layout.split(theta)[1])  # equal heads combine to that head

@@ -4,12 +4,14 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from contexts import with_model
 from torch import Tensor, nn
 
-from fedobp.algorithms import METHODS, Client, Moment, Train
+from fedobp.algorithms import METHODS
+from fedobp.method import Client, CohortUpdate, RoundContext, Train
 from fedobp.models import NETS, Model, register
 
-NOW = Moment(round=1, rounds=9, clients=2, epochs=1, cohort=torch.tensor([0, 1]))
+CTX = RoundContext(model=None, round=1, rounds=9, clients=2, epochs=1, cohort=torch.tensor([0, 1]))
 METHOD = METHODS["fedper"]()
 
 
@@ -39,7 +41,7 @@ def vector(*values: float) -> Tensor:
 
 
 def run(model: Model, program, own: dict[str, Tensor], base: Tensor, step: Tensor) -> Client:
-    state = Client(own=own, down={"shared": base}, work={}, up={}, hp={})
+    state = Client(state=own, download={"shared": base}, scratch={}, upload={}, hparams={})
     for item in program:
         state = state.set(theta=state.theta + step) if isinstance(item, Train) else item(model, state)
     return state
@@ -47,80 +49,90 @@ def run(model: Model, program, own: dict[str, Tensor], base: Tensor, step: Tenso
 
 @pytest.mark.essential
 def test_two_rounds_by_hand(model):
-    server, row, own = METHOD.begin(model, vector(1, 2, 3, 4, 5), 0)
+    server, row, own = METHOD.init(model, vector(1, 2, 3, 4, 5), 0)
     assert row == {}
     assert {name: value.tolist() for name, value in own.items()} == {"private": [3, 4, 5]}
-    owns, rows = [own, own], {}
+    owns, records = [own, own], {}
     steps = (vector(4, 0, 1, 1, 1), vector(0, 4, -1, -1, -1))
     for base, mean in (([1, 2], [2, 5]), ([2, 5], [3, 8])):
-        down, rows = METHOD.send(model, NOW, server, rows)
-        assert {name: value.tolist() for name, value in down.items()} == {"shared": [base, base]}
-        program = METHOD.local(model, NOW)
-        done = [run(model, program, owns[i], down["shared"][i], steps[i]) for i in range(2)]
-        owns = [client.own for client in done]
-        assert [list(client.up) for client in done] == [["shared"], ["shared"]]
-        up = {"shared": torch.stack([client.up["shared"] for client in done])}
+        download, records = METHOD.download(with_model(model, CTX), server, records)
+        assert {name: value.tolist() for name, value in download.items()} == {"shared": [base, base]}
+        program = METHOD.client_update(with_model(model, CTX))
+        done = [run(model, program, owns[i], download["shared"][i], steps[i]) for i in range(2)]
+        owns = [client.state for client in done]
+        assert [list(client.upload) for client in done] == [["shared"], ["shared"]]
+        up = {"shared": torch.stack([client.upload["shared"] for client in done])}
         assert up["shared"].tolist() == [[base[0] + 4, base[1]], [base[0], base[1] + 4]]
-        server, rows = METHOD.receive(model, NOW, server, rows, up, torch.tensor([1, 3]))
+        server, records = METHOD.aggregate(
+            with_model(model, CTX), server, records, CohortUpdate(up, torch.tensor([1, 3]))
+        )
         assert server["theta"].tolist() == [*mean, 3, 4, 5]  # nobody shares the head: it stays at theta^0
-    assert rows == {}
+    assert records == {}
     assert [own["private"].tolist() for own in owns] == [[5, 6, 7], [1, 2, 3]]
-    down, _ = METHOD.send(model, NOW, server, rows)
-    served = [run(model, METHOD.serve(model, NOW), own, down["shared"][0], torch.ones(5)) for own in owns]
+    download, _ = METHOD.download(with_model(model, CTX), server, records)
+    served = [
+        run(model, METHOD.personalize(with_model(model, CTX)), own, download["shared"][0], torch.ones(5))
+        for own in owns
+    ]
     assert [client.theta.tolist() for client in served] == [[3, 8, 5, 6, 7], [3, 8, 1, 2, 3]]
-    assert all(client.work["mine"].tolist() == [False, False, True, True, True] for client in served)
-    assert all(client.up == {} for client in served)
+    assert all(client.scratch["mine"].tolist() == [False, False, True, True, True] for client in served)
+    assert all(client.upload == {} for client in served)
 
 
 def test_a_client_never_selected_serves_the_shared_base_with_the_head_of_theta_0(model):
-    own = METHOD.begin(model, vector(1, 2, 3, 4, 5), 0).own
-    served = run(model, METHOD.serve(model, NOW), own, vector(7, 8), torch.ones(5))
+    own = METHOD.init(model, vector(1, 2, 3, 4, 5), 0).state
+    served = run(model, METHOD.personalize(with_model(model, CTX)), own, vector(7, 8), torch.ones(5))
     assert served.theta.tolist() == [7, 8, 3, 4, 5]
 
 
 @pytest.mark.parametrize("name", ["fedper", "fedrep"])
 def test_as_published_heads_are_averaged_and_new_clients_start_from_that(model, name):
     method, step = METHODS[name](mode="as-published"), vector(4, 0, 1, 1, 1)
-    server, rows, own = method.begin(model, vector(1, 2, 3, 4, 5), 0)
+    server, records, own = method.init(model, vector(1, 2, 3, 4, 5), 0)
 
-    def trained(own, down, step):
-        state, moves = Client(own=own, down=down, work={}, up={}, hp={}), [step, 0 * step]  # FedRep has two phases
-        for item in method.local(model, NOW):
+    def trained(own, download, step):
+        state, moves = (
+            Client(state=own, download=download, scratch={}, upload={}, hparams={}),
+            [step, 0 * step],
+        )  # FedRep has two phases
+        for item in method.client_update(with_model(model, CTX)):
             state = state.set(theta=state.theta + moves.pop(0)) if isinstance(item, Train) else item(model, state)
         return state
 
-    down, rows = method.send(model, NOW, server, rows)
-    done = [trained(own, {"theta": down["theta"][at]}, (1 - 2 * at) * step) for at in (0, 1)]
-    assert [list(one.up) for one in done] == [["theta"], ["theta"]]
-    up = {"theta": torch.stack([one.up["theta"] for one in done])}
-    server, rows = method.receive(model, NOW, server, rows, up, torch.tensor([1, 3]))
+    download, records = method.download(with_model(model, CTX), server, records)
+    done = [trained(own, {"theta": download["theta"][at]}, (1 - 2 * at) * step) for at in (0, 1)]
+    assert [list(one.upload) for one in done] == [["theta"], ["theta"]]
+    up = {"theta": torch.stack([one.upload["theta"] for one in done])}
+    server, records = method.aggregate(with_model(model, CTX), server, records, CohortUpdate(up, torch.tensor([1, 3])))
     assert server["theta"].tolist() == [-1, 2, 2.5, 3.5, 4.5]  # theta^0 and half of minus the step
-    down, _ = method.send(model, NOW, server, rows)
-    for state, head, mine in ((done[0].own, [4, 5, 6], 3), (done[1].own, [2, 3, 4], 3), (own, [2.5, 3.5, 4.5], 0)):
-        served = Client(own=state, down={"theta": down["theta"][0]}, work={}, up={}, hp={})
-        [take] = method.serve(model, NOW)
+    download, _ = method.download(with_model(model, CTX), server, records)
+    for state, head, mine in ((done[0].state, [4, 5, 6], 3), (done[1].state, [2, 3, 4], 3), (own, [2.5, 3.5, 4.5], 0)):
+        served = Client(state=state, download={"theta": download["theta"][0]}, scratch={}, upload={}, hparams={})
+        [take] = method.personalize(with_model(model, CTX))
         served = take(model, served)
         assert served.theta.tolist() == [-1, 2, *head]
-        assert int(served.work["mine"].sum()) == mine
-        assert trained(state, {"theta": down["theta"][0]}, 0 * step).up["theta"].tolist() == [-1, 2, *head]
+        assert int(served.scratch["mine"].sum()) == mine
+        assert trained(state, {"theta": download["theta"][0]}, 0 * step).upload["theta"].tolist() == [-1, 2, *head]
 
 
 def test_the_classifier_need_not_come_last(head_first):
-    server, _, own = METHOD.begin(head_first, vector(1, 2, 3, 4, 5), 0)
+    server, _, own = METHOD.init(head_first, vector(1, 2, 3, 4, 5), 0)
     assert own["private"].tolist() == [1, 2, 3]
-    down, rows = METHOD.send(head_first, NOW, server, {})
-    assert down["shared"].tolist() == [[4, 5], [4, 5]]
-    done = run(head_first, METHOD.local(head_first, NOW), own, down["shared"][0], vector(1, 2, 3, 4, 5))
-    assert (done.own["private"].tolist(), done.up["shared"].tolist()) == ([2, 4, 6], [8, 10])
-    up = {"shared": torch.stack([done.up["shared"], vector(0, 2)])}
-    server, _ = METHOD.receive(head_first, NOW, server, rows, up, torch.tensor([1, 1]))
+    download, records = METHOD.download(with_model(head_first, CTX), server, {})
+    assert download["shared"].tolist() == [[4, 5], [4, 5]]
+    done = run(
+        head_first, METHOD.client_update(with_model(head_first, CTX)), own, download["shared"][0], vector(1, 2, 3, 4, 5)
+    )
+    assert (done.state["private"].tolist(), done.upload["shared"].tolist()) == ([2, 4, 6], [8, 10])
+    up = {"shared": torch.stack([done.upload["shared"], vector(0, 2)])}
+    server, _ = METHOD.aggregate(with_model(head_first, CTX), server, records, CohortUpdate(up, torch.tensor([1, 1])))
     assert server["theta"].tolist() == [1, 2, 3, 4, 6]
-    served = run(head_first, METHOD.serve(head_first, NOW), done.own, vector(4, 6), torch.ones(5))
+    served = run(head_first, METHOD.personalize(with_model(head_first, CTX)), done.state, vector(4, 6), torch.ones(5))
     assert served.theta.tolist() == [2, 4, 6, 4, 6]
-    assert served.work["mine"].tolist() == [True, True, True, False, False]
+    assert served.scratch["mine"].tolist() == [True, True, True, False, False]
 
 
 def test_training_spends_the_local_epochs_on_base_and_head_together(model):
-    now = Moment(round=1, rounds=9, clients=2, epochs=4, cohort=torch.tensor([0]))
-    assert [item for item in METHOD.local(model, now) if isinstance(item, Train)] == [Train(4)]
-    assert not any(isinstance(item, Train) for item in METHOD.serve(model, now))
+    ctx = RoundContext(model=None, round=1, rounds=9, clients=2, epochs=4, cohort=torch.tensor([0]))
+    assert [item for item in METHOD.client_update(with_model(model, ctx)) if isinstance(item, Train)] == [Train(4)]
+    assert not any(isinstance(item, Train) for item in METHOD.personalize(with_model(model, ctx)))

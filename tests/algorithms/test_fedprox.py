@@ -2,30 +2,34 @@
 
 import pytest
 import torch
+from contexts import with_model
 from walk import moment, row, vector, walk
 
-from fedobp.algorithms import METHODS, Train
+from fedobp.algorithms import METHODS
+from fedobp.method import CohortUpdate, Train
 
 METHOD = METHODS["fedprox"]()
-NOW = moment(0, 1)
+CTX = moment(0, 1)
 
 
 @pytest.mark.essential
 def test_a_round_by_hand():
-    server, rows, own = METHOD.begin(None, vector(1, 2), 0)
-    down, rows = METHOD.send(None, NOW, server, rows)
+    server, records, own = METHOD.init(None, vector(1, 2), 0)
+    download, records = METHOD.download(with_model(None, CTX), server, records)
     done = []
     for client, step in ((0, vector(4, 0)), (1, vector(0, 8))):
-        state, phases = walk(None, METHOD.local(None, NOW), own, row(down, client), [step])
+        state, phases = walk(None, METHOD.client_update(with_model(None, CTX)), own, row(download, client), [step])
         assert phases == [Train(5, pull=("received", "mu"))]
-        assert state.work["received"].tolist() == [1, 2]  # the anchor stays where it was
-        assert list(state.up) == ["theta"]
-        done.append(state.up["theta"])
-    server, _ = METHOD.receive(None, NOW, server, rows, {"theta": torch.stack(done)}, torch.tensor([1, 3]))
+        assert state.scratch["received"].tolist() == [1, 2]  # the anchor stays where it was
+        assert list(state.upload) == ["theta"]
+        done.append(state.upload["theta"])
+    server, _ = METHOD.aggregate(
+        with_model(None, CTX), server, records, CohortUpdate({"theta": torch.stack(done)}, torch.tensor([1, 3]))
+    )
     assert server["theta"].tolist() == [2, 8]
-    served, phases = walk(None, METHOD.serve(None, NOW), own, {"theta": server["theta"]}, [])
+    served, phases = walk(None, METHOD.personalize(with_model(None, CTX)), own, {"theta": server["theta"]}, [])
     assert (served.theta.tolist(), phases) == ([2, 8], [])
 
 
 def test_the_pull_is_a_number_that_reaches_clients():
-    assert METHOD.floats() == {"mu": 0.01}
+    assert METHOD.hparams() == {"mu": 0.01}

@@ -2,18 +2,20 @@
 
 import pytest
 import torch
+from contexts import with_model
 from plain import RATES, SIZES, batches, both_engines, each_round, hidden, mean, samples, sgd, small, theta_0
 from walk import moment, row, walk
 
-from fedobp.algorithms import METHODS, Batch, Client, Train
+from fedobp.algorithms import METHODS
 from fedobp.algorithms.fedrod import two_losses
+from fedobp.method import Batch, Client, CohortUpdate, Train
 from fedobp.models import Model
 
 METHOD = METHODS["fedrod"]()
 MODEL = Model("mlp", (4,), 3)
 THETA = MODEL.initial(1).double()
 HEAD = MODEL.layout.is_head()
-NOW = moment(0, 1)
+CTX = moment(0, 1)
 X = torch.linspace(-1, 2, 24, dtype=torch.float64).view(6, 4).sin()
 Y = torch.tensor([0, 0, 0, 2, 2, 0])
 
@@ -79,25 +81,31 @@ def test_a_client_of_one_class_teaches_only_its_own_head():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_two_clients_by_hand(dtype):
     theta = THETA.to(dtype)
-    server, rows, own = METHOD.begin(MODEL, theta, 0)
+    server, records, own = METHOD.init(MODEL, theta, 0)
     assert server["theta"].equal(theta)
     assert own["head"].equal(theta[HEAD])
-    down, rows = METHOD.send(MODEL, NOW, server, rows)
-    assert list(down) == ["theta"]
+    download, records = METHOD.download(with_model(MODEL, CTX), server, records)
+    assert list(download) == ["theta"]
     done = []
     for at, step in enumerate((1.0, 5.0)):
-        state, [phase] = walk(MODEL, METHOD.local(MODEL, NOW), own, row(down, at), [torch.full_like(theta, step)])
+        state, [phase] = walk(
+            MODEL, METHOD.client_update(with_model(MODEL, CTX)), own, row(download, at), [torch.full_like(theta, step)]
+        )
         assert phase == Train(5, learn=("theta", "head"), loss=two_losses)
-        assert list(state.up) == ["theta"]
-        assert state.up["theta"].equal(theta + step)
-        assert state.own["head"].equal(own["head"])  # `walk` moves the first vector only
+        assert list(state.upload) == ["theta"]
+        assert state.upload["theta"].equal(theta + step)
+        assert state.state["head"].equal(own["head"])  # `walk` moves the first vector only
         assert state.theta[~HEAD].equal(theta[~HEAD] + step)
         assert state.theta[HEAD].equal(theta[HEAD] + step + own["head"])  # the last local model has both heads
-        done.append(state.up["theta"])
-    server, _ = METHOD.receive(MODEL, NOW, server, rows, {"theta": torch.stack(done)}, torch.tensor([1, 3]))
+        done.append(state.upload["theta"])
+    server, _ = METHOD.aggregate(
+        with_model(MODEL, CTX), server, records, CohortUpdate({"theta": torch.stack(done)}, torch.tensor([1, 3]))
+    )
     torch.testing.assert_close(server["theta"], theta + 4)
-    served, _ = walk(MODEL, METHOD.serve(MODEL, NOW), {"head": own["head"] * 2}, {"theta": server["theta"]}, [])
-    assert served.work["mine"].equal(HEAD)
+    served, _ = walk(
+        MODEL, METHOD.personalize(with_model(MODEL, CTX)), {"head": own["head"] * 2}, {"theta": server["theta"]}, []
+    )
+    assert served.scratch["mine"].equal(HEAD)
     assert served.theta.dtype == dtype
     x = X.to(dtype)
     both = [MODEL.logits(MODEL.layout.join(server["theta"][~HEAD], head), x) for head in

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from contexts import with_model
 from plain import RATES, SIZES, batches, both_engines, each_round, fit, sgd, small, theta_0
 from torch import nn
 from walk import moment, vector
 
-from fedobp.algorithms import METHODS, Client, Sparse, Train
+from fedobp.algorithms import METHODS
+from fedobp.method import Client, CohortUpdate, Sparse, Train
 from fedobp.models import NETS, Layout, Model, register
 
 METHOD = METHODS["fedselect"]
@@ -34,13 +36,13 @@ def bits(mask):
     return "".join(str(int(bit)) for bit in mask)
 
 
-def visit(method, own, down, step):
+def visit(method, own, download, step):
     """Train by hand: each pass moves what it may by `step`."""
-    now, hp = moment(0, epochs=1), {name: torch.tensor(value) for name, value in method.floats().items()}
-    client = Client(own, down, {}, {}, hp)
-    for item in method.local(tiny(), now):
+    ctx, hparams = moment(0, epochs=1), {name: torch.tensor(value) for name, value in method.hparams().items()}
+    client = Client(own, download, {}, {}, hparams)
+    for item in method.client_update(with_model(tiny(), ctx)):
         if isinstance(item, Train):
-            client = client.set(theta=torch.where(client.work[item.mask], client.theta + step, client.theta))
+            client = client.set(theta=torch.where(client.scratch[item.mask], client.theta + step, client.theta))
         else:
             client = item(tiny(), client)
     return client
@@ -51,9 +53,9 @@ def visit(method, own, down, step):
 
 def grown(moved, mine, model=None, **options):
     method = METHOD(**options)
-    hp = {name: torch.tensor(value) for name, value in method.floats().items()}
-    work = {"theta": moved, "reference": torch.zeros_like(moved), "personal": mine}
-    return bits(method._grown(model or tiny(), Client({}, {}, work, {}, hp)))
+    hparams = {name: torch.tensor(value) for name, value in method.hparams().items()}
+    scratch = {"theta": moved, "reference": torch.zeros_like(moved), "personal": mine}
+    return bits(method._grown(model or tiny(), Client({}, {}, scratch, {}, hparams)))
 
 
 @pytest.mark.parametrize(
@@ -87,28 +89,35 @@ def test_the_mean_is_over_those_who_sent_an_entry():
     keep = torch.tensor([[1, 1, 0, 0, 1, 1], [1, 0, 1, 0, 1, 1]]).bool()
     values = torch.tensor([[2.0, 4, NAN, NAN, 9, 1], [6, NAN, 8, NAN, 9, 1]])
     server = {"theta": vector(10, 10, 10, 10, 10, 1)}
-    server, rows = METHOD().receive(
-        tiny(), moment(0, 1), server, {}, {"theta": Sparse(values, keep)}, torch.tensor([9, 1])
+    server, records = METHOD().aggregate(
+        with_model(tiny(), moment(0, 1)),
+        server,
+        {},
+        CohortUpdate({"theta": Sparse(values, keep)}, torch.tensor([9, 1])),
     )
     assert server["theta"].tolist() == [4, 4, 8, 10, 9, 1]  # sizes do not count, and nobody sent the fourth
-    assert rows["mine"].equal(~keep)
+    assert records["mine"].equal(~keep)
 
 
 @pytest.mark.essential
 def test_five_visits_by_hand():
     method, model, theta = METHOD(grow=0.25, every=3), tiny(), torch.zeros(6)
-    server, rows, own = method.begin(model, theta, 0)
-    rows = {name: value[None] for name, value in rows.items()}
+    server, records, own = method.init(model, theta, 0)
+    records = {name: value[None] for name, value in records.items()}
     step, masks, kept = vector(1, 2, 3, 4, 5, 6), [], []
     for count in range(5):
-        down, rows = method.send(model, moment(0), server, rows)
-        arrived = Sparse(torch.where(down["theta"].keep[0], down["theta"].values[0], NAN), down["theta"].keep[0])
+        download, records = method.download(with_model(model, moment(0)), server, records)
+        arrived = Sparse(
+            torch.where(download["theta"].keep[0], download["theta"].values[0], NAN), download["theta"].keep[0]
+        )
         client = visit(method, own, {"theta": arrived}, step)
-        own = client.own
+        own = client.state
         masks.append(bits(own["mine"]))
-        kept.append(bits(client.up["theta"].keep))
-        up = {"theta": Sparse(client.up["theta"].values[None], client.up["theta"].keep[None])}
-        server, rows = method.receive(model, moment(0), server, rows, up, torch.tensor([1]))
+        kept.append(bits(client.upload["theta"].keep))
+        up = {"theta": Sparse(client.upload["theta"].values[None], client.upload["theta"].keep[None])}
+        server, records = method.aggregate(
+            with_model(model, moment(0)), server, records, CohortUpdate(up, torch.tensor([1]))
+        )
         server["theta"] = server["theta"] * 10  # others were here in between
         assert int(own["visits"]) == count + 1
     assert masks == ["000000"] * 3 + ["000100"] * 2  # the 4th visit is the first to grow
@@ -116,32 +125,36 @@ def test_five_visits_by_hand():
     # Its new personal entry took the server's value once more, 44440, and has moved on from that.
     assert own["theta"][3].item() == 44444
     assert own["reference"].tolist() == (1111 * step).tolist()
-    down, _ = method.send(model, moment(0), server, rows)
-    [served] = [item(model, Client(own, {"theta": Sparse(*(one[0] for one in down["theta"]))}, {}, {}, {}))
-                for item in method.serve(model, moment(0))]  # fmt: skip
-    assert bits(served.work["mine"]) == "000100"
+    download, _ = method.download(with_model(model, moment(0)), server, records)
+    [served] = [item(model, Client(own, {"theta": Sparse(*(one[0] for one in download["theta"]))}, {}, {}, {}))
+                for item in method.personalize(with_model(model, moment(0)))]  # fmt: skip
+    assert bits(served.scratch["mine"]) == "000100"
     assert served.theta.tolist() == [*(10 * 11111 * step[:3]).tolist(), 44444, *(10 * 11111 * step[4:]).tolist()]
 
 
 def test_a_client_never_selected_is_served_the_global_model():
     method, model = METHOD(), tiny()
-    _, rows, own = method.begin(model, torch.zeros(6), 0)
-    down, _ = method.send(model, moment(0), {"theta": vector(1, 2, 3, 4, 5, 6)}, {"mine": rows["mine"][None]})
-    served = method.serve(model, moment(0))[0](
-        model, Client(own, {"theta": Sparse(*(x[0] for x in down["theta"]))}, {}, {}, {})
+    _, records, own = method.init(model, torch.zeros(6), 0)
+    download, _ = method.download(
+        with_model(model, moment(0)), {"theta": vector(1, 2, 3, 4, 5, 6)}, {"mine": records["mine"][None]}
+    )
+    served = method.personalize(with_model(model, moment(0)))[0](
+        model, Client(own, {"theta": Sparse(*(x[0] for x in download["theta"]))}, {}, {}, {})
     )
     assert served.theta.tolist() == [1, 2, 3, 4, 5, 6]
-    assert not served.work["mine"].any()
+    assert not served.scratch["mine"].any()
 
 
 def test_passes():
     pairs = [Train(1, mask="personal"), Train(1, mask="shared")]
-    assert [item for item in METHOD().local(None, moment(0)) if isinstance(item, Train)] == pairs * 5
+    assert [
+        item for item in METHOD().client_update(with_model(None, moment(0))) if isinstance(item, Train)
+    ] == pairs * 5
     port = METHOD(mode="as-published")
-    assert [item for item in port.local(None, moment(0)) if isinstance(item, Train)] == [
+    assert [item for item in port.client_update(with_model(None, moment(0))) if isinstance(item, Train)] == [
         Train(5, mask="personal"), Train(5, mask="shared"),
     ]  # fmt: skip
-    assert (METHOD().together, port.together) == (True, False)
+    assert (METHOD().sequential, port.sequential) == (True, False)
 
 
 # The port, by hand: a mask that all clients share, and whole tensors.
@@ -149,18 +162,18 @@ def test_passes():
 
 def test_the_ports_mask_goes_from_client_to_client():
     method, model = METHOD(mode="as-published", every=1, grow=0.2), tiny()
-    server, _, own = method.begin(model, torch.zeros(6), 0)
+    server, _, own = method.init(model, torch.zeros(6), 0)
     owns, step, masks, sent = {}, vector(2, 4, 6, 8, 1, 1), [], []
     for client, round in ((0, 1), (1, 1), (2, 1), (0, 2), (1, 2)):
-        now = moment(client, round=round)
-        down, _ = method.send(model, now, server, {})
-        done = visit(method, owns.get(client, own), {name: value[0] for name, value in down.items()}, step)
-        owns[client] = done.own
+        ctx = moment(client, round=round)
+        download, _ = method.download(with_model(model, ctx), server, {})
+        done = visit(method, owns.get(client, own), {name: value[0] for name, value in download.items()}, step)
+        owns[client] = done.state
         masks.append(bits(server["mine"]))
-        sent.append(bits(done.up["theta"].keep))
-        up = {name: value[None] for name, value in done.up.items() if name != "theta"}
-        up["theta"] = Sparse(*(one[None] for one in done.up["theta"]))
-        server, _ = method.receive(model, now, server, {}, up, torch.tensor([1]))
+        sent.append(bits(done.upload["theta"].keep))
+        up = {name: value[None] for name, value in done.upload.items() if name != "theta"}
+        up["theta"] = Sparse(*(one[None] for one in done.upload["theta"]))
+        server, _ = method.aggregate(with_model(model, ctx), server, {}, CohortUpdate(up, torch.tensor([1])))
     # The second visit makes entry 3 personal for all: then the whole weight is private, and the bias is shared.
     assert masks == ["000000", "000000", "000100", "001100", "011100"]
     assert sent == ["111111", "111111", "000011", "000011", "000011"]
@@ -168,20 +181,20 @@ def test_the_ports_mask_goes_from_client_to_client():
     assert server["theta"][4:].tolist() == [2, 2]
     assert owns[2]["theta"].tolist() == step.tolist()  # at its first visit it had nothing private yet
     assert owns[0]["theta"].tolist() == [4, 8, 12, 16, 2, 2]
-    down, _ = method.send(model, moment(0, round=2), server, {})
+    download, _ = method.download(with_model(model, moment(0, round=2)), server, {})
     for client, state in ((0, owns[0]), (3, own)):
-        served = method.serve(model, moment(client))[0](
-            model, Client(state, {name: value[0] for name, value in down.items()}, {}, {}, {})
+        served = method.personalize(with_model(model, moment(client)))[0](
+            model, Client(state, {name: value[0] for name, value in download.items()}, {}, {}, {})
         )
-        assert bits(served.work["mine"]) == ("111100" if client == 0 else "000000")
+        assert bits(served.scratch["mine"]) == ("111100" if client == 0 else "000000")
         assert served.theta.tolist() == [*(state if client == 0 else server)["theta"][:4].tolist(), 2, 2]
 
 
 def test_the_ports_growth_looks_at_the_change_of_one_visit():
     method, start = METHOD(mode="as-published", every=1, grow=0.2), vector(50, 40, 30, 20, 10, 0)
     own = {"theta": torch.zeros(6), "seen": torch.tensor(True)}
-    down = {"theta": start, "start": start, "mine": torch.zeros(6).bool(), "visits": torch.tensor(1)}
-    assert bits(visit(method, own, down, vector(0, 0, 0, 1, 0, 0)).up["mine"]) == "000100"
+    download = {"theta": start, "start": start, "mine": torch.zeros(6).bool(), "visits": torch.tensor(1)}
+    assert bits(visit(method, own, download, vector(0, 0, 0, 1, 0, 0)).upload["mine"]) == "000100"
 
 
 # Against a plain loop.
@@ -201,7 +214,7 @@ def test_runs_are_those_of_a_plain_loop(options, rates):
     federation, method = small("fedselect", rates, options, **SMALL), METHOD(**options)
     theta = theta_0(federation)
     masks, sent = ([[torch.zeros_like(one).bool() for one in theta] for _ in range(4)] for _ in range(2))
-    own, reference, visits, down, up = [theta] * 4, [theta] * 4, [0] * 4, 0, 0
+    own, reference, visits, download, up = [theta] * 4, [theta] * 4, [0] * 4, 0, 0
 
     def merge(client):
         return [torch.where(*each) for each in zip(sent[client], own[client], theta, strict=True)]
@@ -209,7 +222,7 @@ def test_runs_are_those_of_a_plain_loop(options, rates):
     for round, cohort in each_round(federation):
         for client in cohort:
             values, mine = merge(client), masks[client]
-            down += message(sent[client])
+            download += message(sent[client])
             for phase in (2, 3, 4, 5):  # personal entries and shared ones in turn
                 moving = [one if phase % 2 == 0 else ~one for one in mine]
                 values = sgd(federation, values, fit, batches(federation, client, round, phase, 1), moving=moving)
@@ -232,10 +245,10 @@ def test_runs_are_those_of_a_plain_loop(options, rates):
         theta = after
     kept = [sum(int(one.sum()) for one in mine) for mine in sent]
     assert max(kept) > 100
-    assert up < down  # what is sent lags behind by a visit
+    assert up < download  # what is sent lags behind by a visit
     for result in both_engines(federation, theta, {client: merge(client) for client in range(4)}):
         assert (result.personal.min, result.personal.max) == (min(kept), max(kept))
-        assert (result.bytes.down_total, result.bytes.up_total) == (down, up)
+        assert (result.bytes.down_total, result.bytes.up_total) == (download, up)
 
 
 def test_the_port_becomes_training_alone():

@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from contexts import with_model
 from plain import RATES, SIZES, batches, both_engines, each_round, fit, hidden, mean, samples, sgd, small, theta_0
 from walk import moment, walk
 
-from fedobp.algorithms import METHODS, Client, Train
+from fedobp.algorithms import METHODS
 from fedobp.algorithms.flute import collapse, head_loss, joint_loss
+from fedobp.method import Client, CohortUpdate, Train
 from fedobp.models import Model
 
 METHOD = METHODS["flute"]
@@ -103,7 +105,9 @@ def test_every_option_changes_the_models(change, usual):
 
 def test_how_epochs_are_spent():
     def phases(method, **when):
-        return [item for item in method.local(None, moment(0, 1, **when)) if isinstance(item, Train)]
+        return [
+            item for item in method.client_update(with_model(None, moment(0, 1, **when))) if isinstance(item, Train)
+        ]
 
     head = Train(4, part="head", loss=head_loss)
     assert phases(METHOD()) == [head, Train(1, loss=joint_loss)]
@@ -114,19 +118,21 @@ def test_how_epochs_are_spent():
 
 def test_the_authors_last_round_is_everybodys_and_for_heads():
     method = METHOD(final_epochs=7)
-    assert [method.turns(round, 9) for round in (1, 8, 9)] == [("cohort",), ("cohort",), ("everyone",)]
-    assert METHOD().turns(9, 9) == ("cohort",)
-    model, now = Model("mlp", (4,), 3), replace(moment(0, 1, round=9), everyone=True)
-    server, rows, _ = method.begin(model, model.initial(0), 0)
-    program = method.local(model, now)
+    assert [method.cohorts(round, 9) for round in (1, 8, 9)] == [("cohort",), ("cohort",), ("everyone",)]
+    assert METHOD().cohorts(9, 9) == ("cohort",)
+    model, ctx = Model("mlp", (4,), 3), replace(moment(0, 1, round=9), full_participation=True)
+    server, records, _ = method.init(model, model.initial(0), 0)
+    program = method.client_update(with_model(model, ctx))
     assert [item for item in program if isinstance(item, Train)] == [Train(7, part="head", loss=head_loss)]
-    heads = torch.ones(2, len(rows["head"]))
-    sent = program[-1](model, Client({}, {}, {"theta": model.initial(1)}, {}, {})).up
+    heads = torch.ones(2, len(records["head"]))
+    sent = program[-1](model, Client({}, {}, {"theta": model.initial(1)}, {}, {})).upload
     assert list(sent) == ["head"]
     assert sent["head"].equal(model.layout.split(model.initial(1))[1])
-    after, rows = method.receive(model, now, server, {"head": 0 * heads}, {"head": heads}, torch.tensor([1, 1]))
+    after, records = method.aggregate(
+        with_model(model, ctx), server, {"head": 0 * heads}, CohortUpdate({"head": heads}, torch.tensor([1, 1]))
+    )
     assert after["theta"].equal(server["theta"])
-    assert rows["head"].equal(heads)  # no step of the server's
+    assert records["head"].equal(heads)  # no step of the server's
 
 
 @pytest.mark.essential
@@ -136,10 +142,12 @@ def test_the_servers_step_leaves_biases_and_heads_without_labels():
     base, head = model.layout.split(theta)
     up = {"base": base.repeat(2, 1), "head": head.repeat(2, 1), "present": torch.stack([known(0, 2, classes=3)] * 2)}
     up["present"][1] = False
-    now = moment(0, 1)
-    server, rows = method.receive(model, now, {"theta": theta}, {}, up, torch.tensor([1, 0]))
+    ctx = moment(0, 1)
+    server, records = method.aggregate(
+        with_model(model, ctx), {"theta": theta}, {}, CohortUpdate(up, torch.tensor([1, 0]))
+    )
     assert server["theta"].equal(theta)
-    weight, bias = model.head(model.layout.join(base.repeat(2, 1), rows["head"]))
+    weight, bias = model.head(model.layout.join(base.repeat(2, 1), records["head"]))
     before, old_bias = model.head(theta)
     assert (weight[0] - before).abs().max() > 1e-3
     torch.testing.assert_close(weight[1], before)
@@ -148,12 +156,14 @@ def test_the_servers_step_leaves_biases_and_heads_without_labels():
 
 
 def test_a_client_gets_its_own_head():
-    model, method, now = Model("mlp", (4,), 3), METHOD(), moment(0, 1)
-    server, rows, own = method.begin(model, model.initial(0), 0)
+    model, method, ctx = Model("mlp", (4,), 3), METHOD(), moment(0, 1)
+    server, records, own = method.init(model, model.initial(0), 0)
     assert own == {}
-    heads = torch.stack([rows["head"], rows["head"] + 1])
-    down, _ = method.send(model, now, server, {"head": heads})
-    assert sorted(down) == ["base", "head"]
-    served, _ = walk(model, method.serve(model, now), own, {name: value[1] for name, value in down.items()}, [])
+    heads = torch.stack([records["head"], records["head"] + 1])
+    download, _ = method.download(with_model(model, ctx), server, {"head": heads})
+    assert sorted(download) == ["base", "head"]
+    served, _ = walk(
+        model, method.personalize(with_model(model, ctx)), own, {name: value[1] for name, value in download.items()}, []
+    )
     assert model.layout.split(served.theta)[1].equal(heads[1])
-    assert served.work["mine"].equal(model.layout.is_head())
+    assert served.scratch["mine"].equal(model.layout.is_head())

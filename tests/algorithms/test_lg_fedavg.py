@@ -4,13 +4,15 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from contexts import with_model
 from torch import nn
 from walk import moment, row, vector, walk
 
-from fedobp.algorithms import METHODS, Train
+from fedobp.algorithms import METHODS
+from fedobp.method import CohortUpdate, Train
 from fedobp.models import NETS, Model, register
 
-NOW = moment(0, 1)
+CTX = moment(0, 1)
 THETA = vector(*range(14))  # each entry is its own position
 
 
@@ -24,8 +26,8 @@ def model():
     del NETS["tiny-lg"]
 
 
-def visit(model, method, own, down, step):
-    state, phases = walk(model, method.local(model, NOW), own, down, [torch.full((14,), step)])
+def visit(model, method, own, download, step):
+    state, phases = walk(model, method.client_update(with_model(model, CTX)), own, download, [torch.full((14,), step)])
     assert phases == [Train(5)]
     return state
 
@@ -33,41 +35,41 @@ def visit(model, method, own, down, step):
 @pytest.mark.essential
 def test_a_round_by_hand(model):
     method, shared, private = METHODS["lg-fedavg"](), [11, 12, 13], list(range(11))
-    server, rows, own = method.begin(model, THETA, 0)
+    server, records, own = method.init(model, THETA, 0)
     assert own["private"].tolist() == private
-    down, rows = method.send(model, NOW, server, rows)
-    assert down["shared"].tolist() == [shared, shared]
-    states = [visit(model, method, own, row(down, client), 4.0 * (client + 1)) for client in (0, 1)]
-    assert [list(state.up) for state in states] == [["shared"], ["shared"]]
-    up = {"shared": torch.stack([state.up["shared"] for state in states])}
-    server, rows = method.receive(model, NOW, server, rows, up, torch.tensor([3, 1]))
+    download, records = method.download(with_model(model, CTX), server, records)
+    assert download["shared"].tolist() == [shared, shared]
+    states = [visit(model, method, own, row(download, client), 4.0 * (client + 1)) for client in (0, 1)]
+    assert [list(state.upload) for state in states] == [["shared"], ["shared"]]
+    up = {"shared": torch.stack([state.upload["shared"] for state in states])}
+    server, records = method.aggregate(with_model(model, CTX), server, records, CohortUpdate(up, torch.tensor([3, 1])))
     expected = THETA.clone()
     expected[shared] += 5  # (3 * 4 + 1 * 8) / 4; what nobody shares stays at theta^0
     assert server["theta"].tolist() == expected.tolist()
-    down, _ = method.send(model, NOW, server, rows)
-    served, _ = walk(model, method.serve(model, NOW), states[1].own, row(down, 1), [])
+    download, _ = method.download(with_model(model, CTX), server, records)
+    served, _ = walk(model, method.personalize(with_model(model, CTX)), states[1].state, row(download, 1), [])
     expected[private] += 8
     assert served.theta.tolist() == expected.tolist()
-    assert served.work["mine"].nonzero().flatten().tolist() == private
+    assert served.scratch["mine"].nonzero().flatten().tolist() == private
 
 
 def test_as_published_the_first_layer_is_shared_and_new_clients_start_from_the_average(model):
     method, private = METHODS["lg-fedavg"](mode="as-published"), list(range(4, 14))
-    server, rows, own = method.begin(model, THETA, 0)
-    down, rows = method.send(model, NOW, server, rows)
-    states = [visit(model, method, own, row(down, client), 4.0 * (client + 1)) for client in (0, 1)]
-    assert [list(state.up) for state in states] == [["theta"], ["theta"]]
-    up = {"theta": torch.stack([state.up["theta"] for state in states])}
-    server, rows = method.receive(model, NOW, server, rows, up, torch.tensor([3, 1]))
+    server, records, own = method.init(model, THETA, 0)
+    download, records = method.download(with_model(model, CTX), server, records)
+    states = [visit(model, method, own, row(download, client), 4.0 * (client + 1)) for client in (0, 1)]
+    assert [list(state.upload) for state in states] == [["theta"], ["theta"]]
+    up = {"theta": torch.stack([state.upload["theta"] for state in states])}
+    server, records = method.aggregate(with_model(model, CTX), server, records, CohortUpdate(up, torch.tensor([3, 1])))
     assert server["theta"].tolist() == (THETA + 5).tolist()  # private layers are averaged, too
-    down, _ = method.send(model, NOW, server, rows)
-    for state, move, mine in ((states[0].own, 4, private), (states[1].own, 8, private), (own, 5, [])):
+    download, _ = method.download(with_model(model, CTX), server, records)
+    for state, move, mine in ((states[0].state, 4, private), (states[1].state, 8, private), (own, 5, [])):
         expected = THETA + 5
         expected[private] = THETA[private] + move  # one's own, or the average if there is none yet
-        served, _ = walk(model, method.serve(model, NOW), state, row(down, 0), [])
+        served, _ = walk(model, method.personalize(with_model(model, CTX)), state, row(download, 0), [])
         assert served.theta.tolist() == expected.tolist()
-        assert served.work["mine"].nonzero().flatten().tolist() == mine
-        trained = visit(model, method, state, row(down, 0), 1.0)  # and training starts from the same
-        assert trained.up["theta"].tolist() == (expected + 1).tolist()
-        assert trained.own["private"].tolist() == (expected[private] + 1).tolist()
-        assert bool(trained.own["seen"])
+        assert served.scratch["mine"].nonzero().flatten().tolist() == mine
+        trained = visit(model, method, state, row(download, 0), 1.0)  # and training starts from the same
+        assert trained.upload["theta"].tolist() == (expected + 1).tolist()
+        assert trained.state["private"].tolist() == (expected[private] + 1).tolist()
+        assert bool(trained.state["seen"])

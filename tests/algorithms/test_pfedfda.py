@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from contexts import with_model
 from plain import (
     RATES,
     SIZES,
@@ -26,12 +27,13 @@ from torch.distributions import MultivariateNormal
 from torch.nn.functional import cross_entropy, one_hot
 from walk import moment, row
 
-from fedobp.algorithms import METHODS, Batch, Client, Sweep, Train
+from fedobp.algorithms import METHODS
 from fedobp.algorithms.gaussians import Held, best_beta, discriminant, estimate, shrunk
 from fedobp.algorithms.pfedfda import log_prior, spare_few
 from fedobp.engine.batch_order import batches as positions
 from fedobp.engine.batch_order import step_key
 from fedobp.keys import Purpose, fold
+from fedobp.method import Batch, Client, CohortUpdate, Sweep, Train
 from fedobp.models import Model
 
 METHOD = METHODS["pfedfda"]()
@@ -134,7 +136,7 @@ def test_beta_is_that_of_scipy(tied):
 
 def test_own_gaussians_may_be_taken_as_they_are():
     one, batch = client(torch.tensor([0, 1, 0, 0, 1]))
-    assert METHODS["pfedfda"](betas="own")._measure(MODEL, one, batch).work["beta"].tolist() == [1, 1]
+    assert METHODS["pfedfda"](betas="own")._measure(MODEL, one, batch).scratch["beta"].tolist() == [1, 1]
 
 
 def test_without_steps_beta_is_a_half():
@@ -149,23 +151,23 @@ def client(y, weight=None, seed=0, dtype=torch.float64, method=METHOD):
     weight = torch.ones(len(y)) if weight is None else weight
     counts = torch.bincount(y[weight > 0], minlength=3)
     theta, x = MODEL.initial(3).to(dtype), drawn(seed, len(y), 4).to(dtype) + y[:, None]
-    server = METHOD.begin(MODEL, theta, 5).server
-    down = row(METHOD.send(MODEL, moment(0), server, {})[0], 0)
-    one = Client({}, down, {}, {}, {}, {"n": counts.sum(), "counts": counts})
+    server = METHOD.init(MODEL, theta, 5).server
+    download = row(METHOD.download(with_model(MODEL, moment(0)), server, {})[0], 0)
+    one = Client({}, download, {}, {}, {}, {"n": counts.sum(), "counts": counts})
     batch = Batch(x, y, weight.to(dtype), fold(7, 8), torch.tensor(0), torch.tensor(0))
-    return method.local(MODEL, moment(0))[0](MODEL, one), batch
+    return method.client_update(with_model(MODEL, moment(0)))[0](MODEL, one), batch
 
 
 def test_the_base_is_trained_under_the_head_of_the_global_gaussians():
     one, batch = client(torch.tensor([0, 0, 2, 0]))
-    mean, covariance = one.work["mean"], one.work["covariance"]
+    mean, covariance = one.scratch["mean"], one.scratch["covariance"]
     assert covariance.equal(torch.eye(WIDTH).double())
     assert ((mean > 0) & (mean < 1)).all()
     prior = torch.tensor([0.75 + EPS, EPS, 0.25 + EPS]).double()
     expected = MODEL.features(one.theta, batch.x) @ mean.T - (mean**2).sum(dim=1) / 2 + (prior / prior.sum()).log()
     torch.testing.assert_close(MODEL.logits(one.theta, batch.x), expected)
-    assert one.work["mine"].equal(MODEL.layout.is_head())
-    program = METHOD.local(MODEL, moment(0))
+    assert one.scratch["mine"].equal(MODEL.layout.is_head())
+    program = METHOD.client_update(with_model(MODEL, moment(0)))
     assert program[1:3] == [Train(5, part="base"), Sweep(METHOD._measure, whole=True)]
 
 
@@ -176,7 +178,7 @@ def test_folds_are_stratified_and_beta_is_chosen_on_them(betas):
     one, batch = client(y)
     done = method._measure(MODEL, one, batch)
     z = MODEL.features(one.theta, batch.x)
-    mean, covariance = one.work["mean"], one.work["covariance"]
+    mean, covariance = one.scratch["mean"], one.scratch["covariance"]
     met, folds = [0, 0, 0], [[], []]
     for at, label in enumerate(y.tolist()):
         met[label] += 1
@@ -200,17 +202,17 @@ def test_folds_are_stratified_and_beta_is_chosen_on_them(betas):
         return total
 
     expected = torch.from_numpy(search(loss, tied=betas == "one")).expand(2)
-    torch.testing.assert_close(done.work["beta"], expected, rtol=0, atol=2e-3)
-    assert (done.work["beta"] > 0).all()
+    torch.testing.assert_close(done.scratch["beta"], expected, rtol=0, atol=2e-3)
+    assert (done.scratch["beta"] > 0).all()
     everyone = own(list(range(len(y))))
-    torch.testing.assert_close((done.work["own_mean"], done.work["own_covariance"]), everyone)
+    torch.testing.assert_close((done.scratch["own_mean"], done.scratch["own_covariance"]), everyone)
 
 
 def test_padding_changes_nothing():
     y, weight = torch.tensor([0, 1, 0, 0, 1, 0, 2]), torch.tensor([1.0] * 5 + [0, 0])
     padded, plain = client(y, weight), client(y)[1]
     short = client(y[:5])[0], Batch(plain.x[:5], y[:5], torch.ones(5).double(), *plain[3:])
-    found, expected = METHOD._measure(MODEL, *padded).work, METHOD._measure(MODEL, *short).work
+    found, expected = METHOD._measure(MODEL, *padded).scratch, METHOD._measure(MODEL, *short).scratch
     for name in ("beta", "own_mean", "own_covariance"):
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-12)
 
@@ -219,8 +221,8 @@ def test_padding_changes_nothing():
 def test_where_cross_validation_is_impossible_beta_is_0(y):
     one, batch = client(torch.tensor(y))
     done = METHOD._measure(MODEL, one, batch)
-    assert done.work["beta"].tolist() == [0, 0]
-    used = METHOD.serve(MODEL, moment(0))[-1](MODEL, done)
+    assert done.scratch["beta"].tolist() == [0, 0]
+    used = METHOD.personalize(with_model(MODEL, moment(0)))[-1](MODEL, done)
     assert used.theta.equal(one.theta)  # the head of the global Gaussians
 
 
@@ -228,20 +230,20 @@ def test_where_cross_validation_is_impossible_beta_is_0(y):
 def test_one_class_is_enough_and_types_stay(dtype):
     one, batch = client(torch.tensor([1, 1, 1, 1]), dtype=dtype)
     done = METHOD._measure(MODEL, one, batch)
-    assert done.work["beta"].isfinite().all()
-    assert {done.work[name].dtype for name in ("beta", "own_mean", "own_covariance")} == {dtype}
+    assert done.scratch["beta"].isfinite().all()
+    assert {done.scratch[name].dtype for name in ("beta", "own_mean", "own_covariance")} == {dtype}
 
 
 def test_what_is_sent_lies_between_the_global_gaussians_and_ones_own():
     """Three quarters of the way for the means, a quarter for the covariance."""
     one, _ = client(torch.tensor([0, 0, 2, 0]))
-    mean, covariance = one.work["mean"], one.work["covariance"]
-    work = {"own_mean": mean + 4, "own_covariance": 9 * covariance, "beta": torch.tensor([0.75, 0.25]).double()}
-    *_, adapting, sending = METHOD.local(MODEL, moment(0))
-    done = sending(MODEL, adapting(MODEL, one.set(**work)))
-    assert sorted(done.up) == ["base", "covariance", "mean"]
-    torch.testing.assert_close(done.up["mean"], mean.flatten() + 3)
-    torch.testing.assert_close(done.up["covariance"], 3 * covariance.flatten())
+    mean, covariance = one.scratch["mean"], one.scratch["covariance"]
+    scratch = {"own_mean": mean + 4, "own_covariance": 9 * covariance, "beta": torch.tensor([0.75, 0.25]).double()}
+    *_, adapting, sending = METHOD.client_update(with_model(MODEL, moment(0)))
+    done = sending(MODEL, adapting(MODEL, one.set(**scratch)))
+    assert sorted(done.upload) == ["base", "covariance", "mean"]
+    torch.testing.assert_close(done.upload["mean"], mean.flatten() + 3)
+    torch.testing.assert_close(done.upload["covariance"], 3 * covariance.flatten())
     torch.testing.assert_close(MODEL.head(done.theta)[0], (mean + 3) / 3)  # which also is the last local model's head
 
 
@@ -254,22 +256,22 @@ def test_a_client_without_samples_has_uniform_priors():
 def test_in_use_rare_classes_have_the_global_mean():
     one, batch = client(torch.tensor([0, 0, 0, 1, 1]))
     done = spare_few(MODEL, METHOD._measure(MODEL, one, batch))
-    changed = (done.work["own_mean"] != one.work["mean"]).any(dim=1)
+    changed = (done.scratch["own_mean"] != one.scratch["mean"]).any(dim=1)
     assert changed.tolist() == [True, False, False]
-    assert spare_few in METHOD.serve(MODEL, moment(0))
-    assert spare_few not in METHOD.local(MODEL, moment(0))
+    assert spare_few in METHOD.personalize(with_model(MODEL, moment(0)))
+    assert spare_few not in METHOD.client_update(with_model(MODEL, moment(0)))
 
 
 def test_the_start_is_the_seeds():
-    first, again, other = (METHOD.begin(MODEL, MODEL.initial(0), seed).server["mean"] for seed in (1, 1, 2))
+    first, again, other = (METHOD.init(MODEL, MODEL.initial(0), seed).server["mean"] for seed in (1, 1, 2))
     assert first.equal(again)
     assert not first.equal(other)
     assert 0.45 < first.mean() < 0.55
 
 
 def test_the_last_round_may_be_everyones():
-    assert all(METHOD.turns(round, 9) == ("cohort",) for round in range(1, 10))
-    turns = [METHODS["pfedfda"](last="all").turns(round, 9) for round in (1, 8, 9)]
+    assert all(METHOD.cohorts(round, 9) == ("cohort",) for round in range(1, 10))
+    turns = [METHODS["pfedfda"](last="all").cohorts(round, 9) for round in (1, 8, 9)]
     assert turns == [("cohort",), ("cohort",), ("everyone",)]
 
 
@@ -284,7 +286,7 @@ def test_runs_are_those_of_a_plain_loop(betas, rates):
     method, model, first = METHODS["pfedfda"](betas=betas), federation.model, theta_0(federation)
     eye = torch.eye(size).double()
     base, covariance = first[:2], eye
-    centres = METHOD.begin(model, flat(first), federation.config.seed).server["mean"].view(10, size)
+    centres = METHOD.init(model, flat(first), federation.config.seed).server["mean"].view(10, size)
     used = []
 
     def head(centres, covariance, y):
@@ -297,10 +299,10 @@ def test_runs_are_those_of_a_plain_loop(betas, rates):
         x, y = samples(federation, client)
         [order] = positions(fold(drawn, 0), len(y), len(y))
         counts, zero = torch.bincount(y, minlength=10), torch.tensor(0)
-        work = {"theta": flat([*base, *first[2:]]), "mean": centres, "covariance": covariance}
-        one = Client({}, {}, {**work, "beta": eye[0, :2]}, {}, {}, {"n": counts.sum(), "counts": counts})
+        scratch = {"theta": flat([*base, *first[2:]]), "mean": centres, "covariance": covariance}
+        one = Client({}, {}, {**scratch, "beta": eye[0, :2]}, {}, {}, {"n": counts.sum(), "counts": counts})
         batch = Batch(x[order], y[order], torch.ones(len(y)).double(), step_key(drawn, 0, 0), zero, zero)
-        used.append(method._measure(model, one, batch).work["beta"].tolist())
+        used.append(method._measure(model, one, batch).scratch["beta"].tolist())
         return used[-1]
 
     def adapted(base, client, few, *when):
@@ -343,10 +345,12 @@ def test_as_published_is_fedavg_until_it_is_used():
 
 def test_as_published_never_learns_gaussians():
     method, theta = METHODS["pfedfda"](mode="as-published"), MODEL.initial(0)
-    server, rows, _ = method.begin(MODEL, theta, 0)
-    down, _ = method.send(MODEL, moment(0, 1), server, rows)
-    assert sorted(down) == ["covariance", "mean", "theta"]
-    after, _ = method.receive(MODEL, moment(0, 1), server, rows, {"theta": theta.repeat(2, 1) + 1}, torch.ones(2))
+    server, records, _ = method.init(MODEL, theta, 0)
+    download, _ = method.download(with_model(MODEL, moment(0, 1)), server, records)
+    assert sorted(download) == ["covariance", "mean", "theta"]
+    after, _ = method.aggregate(
+        with_model(MODEL, moment(0, 1)), server, records, CohortUpdate({"theta": theta.repeat(2, 1) + 1}, torch.ones(2))
+    )
     assert after["theta"].equal(theta + 1)
     assert after["mean"].equal(server["mean"])
     assert after["covariance"].equal(server["covariance"])
@@ -356,22 +360,22 @@ def test_as_published_mixes_by_what_beta_was_before_a_search_that_fails():
     """Own means, but for classes of up to two samples, in the scatter too; half of the own covariance."""
     method, y = METHODS["pfedfda"](mode="as-published"), torch.tensor([0, 0, 0, 1, 1])
     one, batch = client(y)
-    _, sweep, *rest = method.serve(MODEL, moment(0))
+    _, sweep, *rest = method.personalize(with_model(MODEL, moment(0)))
     done = sweep.step(MODEL, one, batch)
     for function in rest:
         done = function(MODEL, done)
-    features, known = MODEL.features(one.theta, batch.x), one.work["mean"]
+    features, known = MODEL.features(one.theta, batch.x), one.scratch["mean"]
     mean = torch.stack([features[:3].mean(dim=0), known[1], known[2]])
     apart = features - mean[y]
     own = apart.T @ apart / 4 + torch.eye(WIDTH).double() + EPS
-    torch.testing.assert_close(done.work["mean"], mean)
-    torch.testing.assert_close(done.work["covariance"], (own + torch.eye(WIDTH).double()) / 2)
+    torch.testing.assert_close(done.scratch["mean"], mean)
+    torch.testing.assert_close(done.scratch["covariance"], (own + torch.eye(WIDTH).double()) / 2)
 
 
 def test_as_published_takes_the_global_gaussians_where_no_class_occurs_twice():
     one, batch = client(torch.tensor([0, 1, 2]))
-    done = METHODS["pfedfda"](mode="as-published").serve(MODEL, moment(0))[1].step(MODEL, one, batch)
-    assert done.work["beta"].tolist() == [0, 0]
+    done = METHODS["pfedfda"](mode="as-published").personalize(with_model(MODEL, moment(0)))[1].step(MODEL, one, batch)
+    assert done.scratch["beta"].tolist() == [0, 0]
 
 
 def test_every_option_matters():

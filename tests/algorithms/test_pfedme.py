@@ -2,16 +2,18 @@
 
 import pytest
 import torch
+from contexts import with_model
 from plain import RATES, SIZES, batches, both_engines, each_round, flat, mean, small, theta_0
 from sweeps import draw, numbers, padded, visit
 from torch.nn import functional
 from walk import moment, row, vector
 
-from fedobp.algorithms import METHODS, Client
+from fedobp.algorithms import METHODS
+from fedobp.method import Client, CohortUpdate
 from fedobp.models import Model
 
 PFedMe = METHODS["pfedme"]
-NOW = moment(0, 1, epochs=2)
+CTX = moment(0, 1, epochs=2)
 MODEL = Model("mlp", (4,), 3)
 THETA = MODEL.initial(0).double()
 BATCHES = {0: draw(1, [5, 3, 2]), 1: draw(2, [4, 1])}  # a batch of one sample is skipped
@@ -39,31 +41,37 @@ def plain_visit(model, received, data, lr, method):
 @pytest.mark.parametrize("options", [{}, MANY, *({name: value} for name, value in MANY.items())])
 def test_two_rounds_are_those_of_a_plain_loop(options):
     method = PFedMe.configure(options)
-    hp = numbers(lr=0.05, momentum=0.9, weight_decay=0.3, **method.floats())  # momentum and decay are not its own
-    server, rows, own = method.begin(MODEL, THETA, 0)
+    hparams = numbers(lr=0.05, momentum=0.9, weight_decay=0.3, **method.hparams())  # momentum and decay are not its own
+    server, records, own = method.init(MODEL, THETA, 0)
     shared, owns = THETA, [own, own]
     for _ in range(2):
-        down, rows = method.send(MODEL, NOW, server, rows)
-        assert list(down) == ["theta"]
+        download, records = method.download(with_model(MODEL, CTX), server, records)
+        assert list(download) == ["theta"]
         up, models = [], []
         for client in (0, 1):
-            program = method.local(MODEL, NOW)
-            done, epochs = visit(MODEL, program, owns[client], row(down, client), hp, lambda _, c=client: BATCHES[c])
+            program = method.client_update(with_model(MODEL, CTX))
+            done, epochs = visit(
+                MODEL, program, owns[client], row(download, client), hparams, lambda _, c=client: BATCHES[c]
+            )
             theta, w = plain_visit(MODEL, shared, BATCHES[client] * 2, 0.05, method)
             assert epochs == [2]
-            assert list(done.up) == ["theta"]
-            torch.testing.assert_close(done.own["theta"], theta, rtol=0, atol=1e-12)
-            torch.testing.assert_close(done.up["theta"], w, rtol=0, atol=1e-12)
-            assert done.theta.equal(done.own["theta"])
-            owns[client] = done.own
-            up.append(done.up["theta"])
+            assert list(done.upload) == ["theta"]
+            torch.testing.assert_close(done.state["theta"], theta, rtol=0, atol=1e-12)
+            torch.testing.assert_close(done.upload["theta"], w, rtol=0, atol=1e-12)
+            assert done.theta.equal(done.state["theta"])
+            owns[client] = done.state
+            up.append(done.upload["theta"])
             models.append(w)
-        server, rows = method.receive(MODEL, NOW, server, rows, {"theta": torch.stack(up)}, torch.tensor([1, 3]))
+        server, records = method.aggregate(
+            with_model(MODEL, CTX), server, records, CohortUpdate({"theta": torch.stack(up)}, torch.tensor([1, 3]))
+        )
         shared = (1 - method.beta) * shared + method.beta * (models[0] + 3 * models[1]) / 4
         torch.testing.assert_close(server["theta"], shared, rtol=0, atol=1e-12)
-    served, _ = visit(MODEL, method.serve(MODEL, NOW), owns[1], {"theta": shared}, hp, lambda _: [])
+    served, _ = visit(
+        MODEL, method.personalize(with_model(MODEL, CTX)), owns[1], {"theta": shared}, hparams, lambda _: []
+    )
     assert served.theta.equal(owns[1]["theta"])
-    assert served.work["mine"].all()
+    assert served.scratch["mine"].all()
 
 
 @pytest.mark.essential
@@ -71,22 +79,28 @@ def test_two_rounds_are_those_of_a_plain_loop(options):
 def test_how_far_the_server_moves(beta, expected):
     uploads = torch.stack([vector(1, 9), vector(5, 5)])
     method, server = PFedMe(beta=beta), {"theta": vector(1, 2)}
-    after, _ = method.receive(None, NOW, server, {}, {"theta": uploads}, torch.tensor([1, 3]))
+    after, _ = method.aggregate(
+        with_model(None, CTX), server, {}, CohortUpdate({"theta": uploads}, torch.tensor([1, 3]))
+    )
     assert after["theta"].tolist() == expected
 
 
 def test_without_a_batch_the_received_model_is_kept_and_sent_back():
     method = PFedMe()
     for none in ([], draw(0, [1])):
-        own, down, hp = {"theta": THETA * 2}, {"theta": THETA}, numbers(**method.floats())
-        done, _ = visit(MODEL, method.local(MODEL, NOW), own, down, hp, lambda _, b=none: b)
-        assert done.own["theta"].equal(THETA)
-        assert done.up["theta"].equal(THETA)
+        own, download, hparams = {"theta": THETA * 2}, {"theta": THETA}, numbers(**method.hparams())
+        done, _ = visit(
+            MODEL, method.client_update(with_model(MODEL, CTX)), own, download, hparams, lambda _, b=none: b
+        )
+        assert done.state["theta"].equal(THETA)
+        assert done.upload["theta"].equal(THETA)
 
 
 def test_a_client_never_selected_uses_theta_0():
-    own = PFedMe().begin(MODEL, THETA, 0).own
-    served, _ = visit(MODEL, PFedMe().serve(MODEL, NOW), own, {"theta": THETA * 5}, numbers(), lambda _: [])
+    own = PFedMe().init(MODEL, THETA, 0).state
+    served, _ = visit(
+        MODEL, PFedMe().personalize(with_model(MODEL, CTX)), own, {"theta": THETA * 5}, numbers(), lambda _: []
+    )
     assert served.theta.equal(THETA)
 
 
@@ -99,9 +113,9 @@ def test_the_pull_converges_below_2(eta_p, converges):
             return x
 
     method = PFedMe.configure({"lam": 2.0, "mu": 0.0, "eta_p": eta_p, "inner": 30})
-    _, sweep, _ = method.local(MODEL, NOW)
-    [(x, y)], hp = draw(0, [4]), numbers(lr=0.0, **method.floats())
-    client = Client(own={}, down={}, work={"theta": THETA + 1, "shared": THETA}, up={}, hp=hp)
+    _, sweep, _ = method.client_update(with_model(MODEL, CTX))
+    [(x, y)], hparams = draw(0, [4]), numbers(lr=0.0, **method.hparams())
+    client = Client(state={}, download={}, scratch={"theta": THETA + 1, "shared": THETA}, upload={}, hparams=hparams)
     away = (sweep.step(Flat(), client, padded(x, y, 0, 0)).theta - THETA).abs()
     assert (away < 1e-8).all() if converges else (away > 1e5).all()
 

@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from contexts import with_model
 from plain import RATES, batches, both_engines, each_round, fit, flat, mean, sgd, small, theta_0
 from torch import nn
 from walk import vector, walk
 
-from fedobp.algorithms import METHODS, Moment, Train
+from fedobp.algorithms import METHODS
 from fedobp.algorithms.pfedsim import alikeness, shares
 from fedobp.errors import FedobpError
+from fedobp.method import CohortUpdate, RoundContext, Train
 from fedobp.models import NETS, Model
 
 METHOD = METHODS["pfedsim"](rho=0.25)
@@ -28,30 +30,34 @@ def model(monkeypatch):
 
 
 def moment(round, *cohort):
-    return Moment(round=round, rounds=4, clients=3, epochs=5, cohort=torch.tensor(cohort))
+    return RoundContext(model=None, round=round, rounds=4, clients=3, epochs=5, cohort=torch.tensor(cohort))
 
 
-def round_of(model, now, server, owns, *steps):
+def round_of(model, ctx, server, owns, *steps):
     """Play a round; training adds `steps`. Return the server, and what each client was sent."""
-    down, rows = METHOD.send(model, now, server, {})
-    assert list(down) == ["theta"]
+    download, records = METHOD.download(with_model(model, ctx), server, {})
+    assert list(download) == ["theta"]
     done = []
-    for at, (client, step) in enumerate(zip(now.cohort.tolist(), steps, strict=True)):
-        state, phases = walk(model, METHOD.local(model, now), owns[client], {"theta": down["theta"][at]}, [step])
+    for at, (client, step) in enumerate(zip(ctx.cohort.tolist(), steps, strict=True)):
+        state, phases = walk(
+            model, METHOD.client_update(with_model(model, ctx)), owns[client], {"theta": download["theta"][at]}, [step]
+        )
         assert phases == [Train(5)]
-        assert list(state.up) == ["theta"]
-        owns[client] = state.own
-        done.append(state.up["theta"])
-    server, rows = METHOD.receive(model, now, server, rows, {"theta": torch.stack(done)}, torch.tensor([1, 3]))
-    assert rows == {}
-    return server, down["theta"]
+        assert list(state.upload) == ["theta"]
+        owns[client] = state.state
+        done.append(state.upload["theta"])
+    server, records = METHOD.aggregate(
+        with_model(model, ctx), server, records, CohortUpdate({"theta": torch.stack(done)}, torch.tensor([1, 3]))
+    )
+    assert records == {}
+    return server, download["theta"]
 
 
 @pytest.mark.essential
 def test_four_rounds_by_hand(model):
     theta = vector(1, 1, 1, 0, 1, 0, 7, 7)
-    server, rows, own = METHOD.begin(model, theta, 0)
-    assert rows == {}
+    server, records, own = METHOD.init(model, theta, 0)
+    assert records == {}
     owns = [own] * 3
     # Round 1 is FedAvg's: sizes count.
     server, _ = round_of(model, moment(1, 0, 1), server, owns, vector(4, *[0] * 7), vector(0, 4, *[0] * 6))
@@ -79,17 +85,19 @@ def test_four_rounds_by_hand(model):
     assert server["models"][0].tolist() == models[0]
     assert server["models"][1].equal(sent[0])
     # At test everyone has what it stored; a client that has stored nothing has the warm-up's model.
-    now = moment(4, 0, 1, 2)
-    down, _ = METHOD.send(model, now, server, {})
+    ctx = moment(4, 0, 1, 2)
+    download, _ = METHOD.download(with_model(model, ctx), server, {})
     for client, expected in ((0, models[0]), (1, mixed)):
-        served, _ = walk(model, METHOD.serve(model, now), owns[client], {"theta": down["theta"][client]}, [])
+        served, _ = walk(
+            model, METHOD.personalize(with_model(model, ctx)), owns[client], {"theta": download["theta"][client]}, []
+        )
         assert served.theta.tolist() == pytest.approx(expected, rel=1e-5)
-        assert served.work["mine"].all()
-    served, _ = walk(model, METHOD.serve(model, now), own, {"theta": down["theta"][2]}, [])
-    assert not served.work["mine"].any()
-    served, _ = walk(model, METHOD.serve(model, moment(1, 0)), own, {"theta": theta}, [])
+        assert served.scratch["mine"].all()
+    served, _ = walk(model, METHOD.personalize(with_model(model, ctx)), own, {"theta": download["theta"][2]}, [])
+    assert not served.scratch["mine"].any()
+    served, _ = walk(model, METHOD.personalize(with_model(model, moment(1, 0))), own, {"theta": theta}, [])
     assert served.theta.equal(theta)
-    assert "mine" not in served.work
+    assert "mine" not in served.scratch
 
 
 def test_alikeness_is_the_mean_cosine_of_rows_between_0_and_that_of_equals():
@@ -101,7 +109,9 @@ def test_alikeness_is_the_mean_cosine_of_rows_between_0_and_that_of_equals():
 
 def test_a_client_is_like_itself_even_without_a_head(model):
     server, uploads = {"theta": torch.ones(8)}, {"theta": torch.zeros(2, 8)}
-    server, _ = METHOD.receive(model, moment(2, 0, 1), server, {}, uploads, torch.tensor([1, 1]))
+    server, _ = METHOD.aggregate(
+        with_model(model, moment(2, 0, 1)), server, {}, CohortUpdate(uploads, torch.tensor([1, 1]))
+    )
     assert torch.allclose(server["alike"], 0.9999 * torch.eye(3))
 
 

@@ -5,53 +5,57 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from contexts import with_model
 from plain import RATES, batches, both_engines, each_round, flat, mean, sgd, small, theta_0
 from torch.nn import functional
 from walk import moment, row, vector, walk
 
 from fedobp import Config, Federation
-from fedobp.algorithms import METHODS, Sparse
+from fedobp.algorithms import METHODS
+from fedobp.method import CohortUpdate, Sparse
 from fedobp.models import Layout
 
 METHOD = METHODS["pspfl"](keep=0.5, share=0.2)
-NOW = moment(0, 1)
+CTX = moment(0, 1)
 MODEL = SimpleNamespace(layout=Layout(("fc.weight",), ((4,),)))
 
 
 @pytest.mark.essential
 def test_two_visits_by_hand():
-    server, rows, own = METHOD.begin(MODEL, vector(0, 0, 0, 0), 0)
-    down, rows = METHOD.send(MODEL, NOW, server, rows)
+    server, records, own = METHOD.init(MODEL, vector(0, 0, 0, 0), 0)
+    download, records = METHOD.download(with_model(MODEL, CTX), server, records)
     done = []
     for client, step in ((0, vector(1, 2, 3, 4)), (1, vector(8, 4, 2, 1))):
-        state, _ = walk(MODEL, METHOD.local(MODEL, NOW), own, row(down, client), [step])
-        assert state.own["theta"].tolist() == step.tolist()
-        assert list(state.up) == ["theta"]
+        state, _ = walk(MODEL, METHOD.client_update(with_model(MODEL, CTX)), own, row(download, client), [step])
+        assert state.state["theta"].tolist() == step.tolist()
+        assert list(state.upload) == ["theta"]
         done.append(state)
     # Of four changes three lie above the 0.2-quantile, at position 0.6: they stay at home.
-    assert done[0].up["theta"].keep.tolist() == [True, False, False, False]
-    assert done[1].up["theta"].keep.tolist() == [False, False, False, True]
-    values, keep = (torch.stack([getattr(one.up["theta"], name) for one in done]) for name in ("values", "keep"))
-    server, _ = METHOD.receive(MODEL, NOW, server, rows, {"theta": Sparse(values, keep)}, torch.tensor([1, 3]))
+    assert done[0].upload["theta"].keep.tolist() == [True, False, False, False]
+    assert done[1].upload["theta"].keep.tolist() == [False, False, False, True]
+    values, keep = (torch.stack([getattr(one.upload["theta"], name) for one in done]) for name in ("values", "keep"))
+    server, _ = METHOD.aggregate(
+        with_model(MODEL, CTX), server, records, CohortUpdate({"theta": Sparse(values, keep)}, torch.tensor([1, 3]))
+    )
     assert server["theta"].tolist() == [0.25, 0, 0, 0.75]  # what was not sent counts as the old value, 0
-    merged, _ = walk(MODEL, METHOD.serve(MODEL, NOW), done[0].own, {"theta": server["theta"]}, [])
+    merged, _ = walk(MODEL, METHOD.personalize(with_model(MODEL, CTX)), done[0].state, {"theta": server["theta"]}, [])
     # Distances 0.75, 2, 3, 3.25: two lie above the median.
-    assert merged.work["mine"].tolist() == [False, False, True, True]
+    assert merged.scratch["mine"].tolist() == [False, False, True, True]
     assert merged.theta.tolist() == [0.25, 0, 3, 4]
-    tied, _ = walk(MODEL, METHOD.serve(MODEL, NOW), done[0].own, {"theta": vector(0, 1, 2, 1)}, [])
-    assert tied.work["mine"].tolist() == [False, False, False, True]  # 1, 1, 1, 3: ties at the threshold are shared
+    tied, _ = walk(MODEL, METHOD.personalize(with_model(MODEL, CTX)), done[0].state, {"theta": vector(0, 1, 2, 1)}, [])
+    assert tied.scratch["mine"].tolist() == [False, False, False, True]  # 1, 1, 1, 3: ties at the threshold are shared
 
 
 def test_a_client_that_comes_back_by_hand():
     """What it sends is told by how far training moved it from the merged model, not from the download."""
     own = {"theta": vector(0, 0, 0, 9), "seen": torch.tensor(True)}
-    state, _ = walk(MODEL, METHODS["pspfl"](keep=0.7, share=0.6).local(MODEL, NOW), own, {"theta": vector(1, 2, 3, 4)},
+    state, _ = walk(MODEL, METHODS["pspfl"](keep=0.7, share=0.6).client_update(with_model(MODEL, CTX)), own, {"theta": vector(1, 2, 3, 4)},
                     [vector(1, 4, 3, 2)])  # fmt: skip
     # Distances 1, 2, 3, 5: the last entry stays, and training starts from 1, 2, 3, 9.
-    assert state.work["begun"].tolist() == [1, 2, 3, 9]
-    assert state.own["theta"].tolist() == state.up["theta"].values.tolist() == [2, 6, 6, 11]
+    assert state.scratch["begun"].tolist() == [1, 2, 3, 9]
+    assert state.state["theta"].tolist() == state.upload["theta"].values.tolist() == [2, 6, 6, 11]
     # Changes 1, 4, 3, 2: two lie above the 0.6-quantile. From the download they would be 1, 4, 3, 7.
-    assert state.up["theta"].keep.tolist() == [True, False, False, True]
+    assert state.upload["theta"].keep.tolist() == [True, False, False, True]
 
 
 @pytest.mark.parametrize("rates", RATES)
@@ -84,18 +88,20 @@ def test_runs_are_those_of_a_plain_loop(rates):
 
 
 def test_a_client_never_selected_is_served_the_global_model():
-    own = METHOD.begin(MODEL, vector(0, 0, 0, 0), 0).own
-    served, _ = walk(MODEL, METHOD.serve(MODEL, NOW), own, {"theta": vector(5, 1, 2, 3)}, [])
+    own = METHOD.init(MODEL, vector(0, 0, 0, 0), 0).state
+    served, _ = walk(MODEL, METHOD.personalize(with_model(MODEL, CTX)), own, {"theta": vector(5, 1, 2, 3)}, [])
     assert served.theta.tolist() == [5, 1, 2, 3]
-    assert not served.work["mine"].any()
+    assert not served.scratch["mine"].any()
 
 
 def test_statistics_of_batch_norm_do_not_compete():
     model = SimpleNamespace(layout=Layout(("fc.weight", "norm.running_mean"), ((2,), (2,))))
-    own = METHOD.begin(model, vector(0, 0, 0, 0), 0).own
-    state, _ = walk(model, METHOD.local(model, NOW), own, {"theta": vector(0, 0, 0, 0)}, [vector(1, 2, 90, 80)])
-    assert state.up["theta"].keep.tolist() == [True, False, True, True]
-    merged, _ = walk(model, METHOD.serve(model, NOW), state.own, {"theta": vector(0, 0, 0, 0)}, [])
+    own = METHOD.init(model, vector(0, 0, 0, 0), 0).state
+    state, _ = walk(
+        model, METHOD.client_update(with_model(model, CTX)), own, {"theta": vector(0, 0, 0, 0)}, [vector(1, 2, 90, 80)]
+    )
+    assert state.upload["theta"].keep.tolist() == [True, False, True, True]
+    merged, _ = walk(model, METHOD.personalize(with_model(model, CTX)), state.state, {"theta": vector(0, 0, 0, 0)}, [])
     assert merged.theta.tolist() == [0, 2, 0, 0]
 
 

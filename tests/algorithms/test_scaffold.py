@@ -4,22 +4,29 @@ from dataclasses import replace
 
 import pytest
 import torch
+from contexts import with_model
 from plain import RATES, batches, both_engines, each_round, flat, small, theta_0
 from torch.nn import functional
 from walk import moment, row, vector, walk
 
-from fedobp.algorithms import METHODS, Client, Train
+from fedobp.algorithms import METHODS
+from fedobp.method import Client, CohortUpdate, Train
 
 METHOD = METHODS["scaffold"]()
-NOW = replace(moment(0, 1), clients=4)
+CTX = replace(moment(0, 1), clients=4)
 
 
-def visit(own, down, step, steps, momentum=0.0):
+def visit(own, download, step, steps, momentum=0.0):
     """Train by hand: `step` is what the model moves by, in so many steps of 0.5."""
     client = Client(
-        own, down, {}, {}, {"lr": torch.tensor(0.5), "momentum": torch.tensor(momentum)}, {"steps": torch.tensor(steps)}
+        own,
+        download,
+        {},
+        {},
+        {"lr": torch.tensor(0.5), "momentum": torch.tensor(momentum)},
+        {"steps": torch.tensor(steps)},
     )
-    for item in METHOD.local(None, NOW):
+    for item in METHOD.client_update(with_model(None, CTX)):
         if isinstance(item, Train):
             assert item == Train(5, drift="drift")
             client = client.set(theta=client.theta + step)
@@ -30,29 +37,29 @@ def visit(own, down, step, steps, momentum=0.0):
 
 @pytest.mark.essential
 def test_two_rounds_by_hand():
-    server, rows, own = METHOD.begin(None, vector(1, 2), 0)
-    down, rows = METHOD.send(None, NOW, server, rows)
-    assert sorted(down) == ["control", "theta"]
-    first, second = visit(own, row(down, 0), vector(-2, 0), 2), visit(own, row(down, 1), vector(0, 4), 4)
-    assert first.work["drift"].tolist() == [0, 0]
-    assert first.own["control"].tolist() == [2, 0]  # (w - y) / (K lr) = 2 / (2 * 0.5)
-    assert second.own["control"].tolist() == [0, -2]
-    up = {name: torch.stack([first.up[name], second.up[name]]) for name in first.up}
-    server, rows = METHOD.receive(None, NOW, server, rows, up, torch.tensor([1, 3]))
+    server, records, own = METHOD.init(None, vector(1, 2), 0)
+    download, records = METHOD.download(with_model(None, CTX), server, records)
+    assert sorted(download) == ["control", "theta"]
+    first, second = visit(own, row(download, 0), vector(-2, 0), 2), visit(own, row(download, 1), vector(0, 4), 4)
+    assert first.scratch["drift"].tolist() == [0, 0]
+    assert first.state["control"].tolist() == [2, 0]  # (w - y) / (K lr) = 2 / (2 * 0.5)
+    assert second.state["control"].tolist() == [0, -2]
+    up = {name: torch.stack([first.upload[name], second.upload[name]]) for name in first.upload}
+    server, records = METHOD.aggregate(with_model(None, CTX), server, records, CohortUpdate(up, torch.tensor([1, 3])))
     assert server["theta"].tolist() == [0, 4]  # the mean of (-1, 2) and (1, 6): sizes do not count
     assert server["control"].tolist() == [0.5, -0.5]  # of four clients
-    down, _ = METHOD.send(None, NOW, server, rows)
-    again = visit(first.own, row(down, 0), vector(-1, -1), 2)
-    assert again.work["drift"].tolist() == [-1.5, -0.5]  # c - c_i
-    assert again.own["control"].tolist() == [2.5, 1.5]  # c_i - c + (w - y) / (K lr) = 1.5 + 1, 0.5 + 1
-    assert again.up["change"].tolist() == [0.5, 1.5]
+    download, _ = METHOD.download(with_model(None, CTX), server, records)
+    again = visit(first.state, row(download, 0), vector(-1, -1), 2)
+    assert again.scratch["drift"].tolist() == [-1.5, -0.5]  # c - c_i
+    assert again.state["control"].tolist() == [2.5, 1.5]  # c_i - c + (w - y) / (K lr) = 1.5 + 1, 0.5 + 1
+    assert again.upload["change"].tolist() == [0.5, 1.5]
 
 
 def test_clients_that_never_train_do_not_count():
-    server, rows, _ = METHOD.begin(None, vector(1, 2), 0)
+    server, records, _ = METHOD.init(None, vector(1, 2), 0)
     up = {"theta": torch.ones(1, 2), "change": torch.tensor([[3.0, 6.0]])}
-    now = replace(NOW, held_out=1)
-    server, _ = METHOD.receive(None, now, server, rows, up, torch.tensor([1]))
+    ctx = replace(CTX, held_out=1)
+    server, _ = METHOD.aggregate(with_model(None, ctx), server, records, CohortUpdate(up, torch.tensor([1])))
     assert server["control"].tolist() == [1, 2]  # of three clients
 
 
@@ -64,20 +71,22 @@ def test_the_control_is_a_constant_gradient_whatever_the_momentum(momentum, step
         velocity = momentum * velocity + gradient
         moved = moved - 0.5 * velocity
     done = visit({"control": vector(0, 0)}, {"theta": vector(0, 0), "control": vector(0, 0)}, moved, steps, momentum)
-    torch.testing.assert_close(done.own["control"], gradient, rtol=1e-4, atol=0)
+    torch.testing.assert_close(done.state["control"], gradient, rtol=1e-4, atol=0)
 
 
 def test_without_a_step_the_control_stays():
-    _, _, own = METHOD.begin(None, vector(1, 2), 0)
-    down = {"theta": vector(1, 2), "control": vector(3, 4)}
-    done = visit({"control": vector(5, 6)}, down, vector(0, 0), 0)
-    assert done.own["control"].tolist() == [5, 6]
-    assert done.up["change"].tolist() == [0, 0]
+    _, _, own = METHOD.init(None, vector(1, 2), 0)
+    download = {"theta": vector(1, 2), "control": vector(3, 4)}
+    done = visit({"control": vector(5, 6)}, download, vector(0, 0), 0)
+    assert done.state["control"].tolist() == [5, 6]
+    assert done.upload["change"].tolist() == [0, 0]
     assert own["control"].tolist() == [0, 0]
 
 
 def test_it_serves_the_global_model():
-    served, phases = walk(None, METHOD.serve(None, NOW), {}, {"theta": vector(7, 8), "control": vector(0, 0)}, [])
+    served, phases = walk(
+        None, METHOD.personalize(with_model(None, CTX)), {}, {"theta": vector(7, 8), "control": vector(0, 0)}, []
+    )
     assert (served.theta.tolist(), phases) == ([7, 8], [])
 
 

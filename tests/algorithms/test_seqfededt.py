@@ -5,10 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from contexts import with_model
 from plain import RATES, SIZES, batches, both_engines, each_round, fit, flat, sgd, small, theta_0
 from walk import vector
 
-from fedobp.algorithms import METHODS, Client, Moment, Sparse, Train
+from fedobp.algorithms import METHODS
+from fedobp.method import Client, CohortUpdate, RoundContext, Sparse, Train
 from fedobp.models import Layout
 
 SeqFedEDT = METHODS["seqfededt"]
@@ -25,39 +27,41 @@ class Walk:
 
     def __init__(self, method, model, theta):
         self.method, self.model = method, model
-        start = method.begin(model, theta, 0)
-        self.server, self.own = start.server, [start.own, start.own]
-        self.rows = [{name: value[None] for name, value in start.row.items()} for _ in range(2)]
+        start = method.init(model, theta, 0)
+        self.server, self.state = start.server, [start.state, start.state]
+        self.rows = [{name: value[None] for name, value in start.record.items()} for _ in range(2)]
 
     def _sent(self, client):
-        now = Moment(1, 9, 2, 5, torch.tensor([client]))
-        down, rows = self.method.send(self.model, now, self.server, self.rows[client])
-        assert list(down) == ["theta"]
-        sent = down["theta"]
+        ctx = RoundContext(None, 1, 9, 2, 5, torch.tensor([client]))
+        download, records = self.method.download(with_model(self.model, ctx), self.server, self.rows[client])
+        assert list(download) == ["theta"]
+        sent = download["theta"]
         unsent = sent.values[0].masked_fill(~sent.keep[0], math.nan)
-        return now, Client(self.own[client], {"theta": Sparse(unsent, sent.keep[0])}, {}, {}, {}), rows
+        return ctx, Client(self.state[client], {"theta": Sparse(unsent, sent.keep[0])}, {}, {}, {}), records
 
     def visit(self, client, step, n=1):
         """Let a client train, which adds `step`; return what it started from."""
-        now, state, rows = self._sent(client)
+        ctx, state, records = self._sent(client)
         begun = None
-        for item in self.method.local(self.model, now):
+        for item in self.method.client_update(with_model(self.model, ctx)):
             if isinstance(item, Train):
                 assert item == Train(5)
                 begun, state = state.theta, state.set(theta=state.theta + step)
             else:
                 state = item(self.model, state)
-        self.own[client] = state.own
-        up = {"theta": state.up["theta"][None]}
-        received = self.method.receive(self.model, now, self.server, rows, up, torch.tensor([n]))
+        self.state[client] = state.state
+        up = {"theta": state.upload["theta"][None]}
+        received = self.method.aggregate(
+            with_model(self.model, ctx), self.server, records, CohortUpdate(up, torch.tensor([n]))
+        )
         self.server, self.rows[client] = received
         return begun.tolist()
 
     def served(self, client):
-        now, state, _ = self._sent(client)
-        for item in self.method.serve(self.model, now):
+        ctx, state, _ = self._sent(client)
+        for item in self.method.personalize(with_model(self.model, ctx)):
             state = item(self.model, state)
-        return state.theta.tolist(), state.work["mine"].tolist()
+        return state.theta.tolist(), state.scratch["mine"].tolist()
 
 
 @pytest.mark.essential
@@ -90,7 +94,7 @@ def test_a_literal_start_goes_back_to_theta_0(model):
 
 
 def test_clients_take_turns():
-    assert SeqFedEDT().together is False
+    assert SeqFedEDT().sequential
     assert (SeqFedEDT().score, SeqFedEDT().q) == ("product", 0.999)
 
 

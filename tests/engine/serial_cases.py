@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fedobp.algorithms import Moment
 from fedobp.data import Dataset, FederatedData, Shard
-from fedobp.engine import Budget, Population, Serial, Task
+from fedobp.engine import Budget, ClientPool, PoolJob, Serial
 from fedobp.engine.batch_order import batches
 from fedobp.keys import Purpose, fold
+from fedobp.method import RoundContext
 from fedobp.models import Model
 
 SEED, BATCH = 5, 4
@@ -39,44 +39,44 @@ class Alone:
     """One run on a serial engine: a population, and what a task is made of."""
 
     def __init__(self, own=None):
-        self.people = Population(DATA, own or {}, THETA, SEED, Budget())
+        self.clients = ClientPool(DATA, own or {}, THETA, SEED, Budget())
         self.engine = Serial(MODEL, BATCH)
 
-    def task(self, now, program=(), down=None, hp=None):
-        return Task(self.people, now, program, down or {}, hp or numbers())
+    def task(self, ctx, program=(), download=None, hparams=None):
+        return PoolJob(ctx, program, hparams or numbers(), download or {}, clients=self.clients)
 
     def train(self, *given):
         [answer] = self.engine.train([self.task(*given)])
         return answer
 
-    def serve(self, *given):
-        return self.engine.serve(self.task(*given))
+    def personalize(self, *given):
+        return self.engine.personalize(self.task(*given))
 
-    def last(self, now, otherwise):
-        return self.engine.last(self.task(now), otherwise)
+    def last(self, ctx, otherwise):
+        return self.engine.last(self.task(ctx), otherwise)
 
-    def predict(self, now, theta, split):
-        return self.engine.predict(self.task(now), theta, split)
+    def predict(self, ctx, theta, split):
+        return self.engine.predict(self.task(ctx), theta, split)
 
 
 def moment(*clients, round=1):
-    return Moment(round=round, rounds=3, clients=4, epochs=1, cohort=torch.tensor(clients))
+    return RoundContext(model=None, round=round, rounds=3, clients=4, epochs=1, cohort=torch.tensor(clients))
 
 
 def numbers(lr=0.1, momentum=0.0, weight_decay=0.0):
     return {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
 
 
-def everyone(theta, now):
-    return {"theta": theta.expand(len(now.cohort), -1)}
+def everyone(theta, ctx):
+    return {"theta": theta.expand(len(ctx.cohort), -1)}
 
 
 def take(model, client):
-    return client.set(theta=client.down["theta"])
+    return client.set(theta=client.download["theta"])
 
 
 def upload(model, client):
-    return client.upload(theta=client.theta)
+    return client.send(theta=client.theta)
 
 
 def remember(model, client):
@@ -84,7 +84,7 @@ def remember(model, client):
 
 
 def take_own(model, client):
-    return client.set(theta=client.own["theta"])
+    return client.set(theta=client.state["theta"])
 
 
 def plain_loop(client, phases, lr, momentum, weight_decay, *, round=1, purpose=Purpose.TRAIN, restart=True):

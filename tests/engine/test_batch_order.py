@@ -121,8 +121,8 @@ def test_samples_whose_hashes_tie_keep_their_order(monkeypatch, spread, top):
     found = orders(keys, n, epochs, 3)
     for client, key in enumerate(keys):
         wanted = [b.tolist() for e in range(epochs[client]) for b in batches(few(key, e), n[client], 3)]
-        rows = zip(found.positions[client], found.counts[client].tolist(), strict=True)
-        assert [row[:count].tolist() for row, count in rows if count] == wanted
+        records = zip(found.positions[client], found.counts[client].tolist(), strict=True)
+        assert [row[:count].tolist() for row, count in records if count] == wanted
 
 
 def test_a_clients_order_does_not_depend_on_the_other_clients():

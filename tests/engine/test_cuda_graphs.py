@@ -10,12 +10,12 @@ import torch
 from lanes_cases import BATCH as CASE_BATCH
 from lanes_cases import CHANGES, FAST, PHASES, Plan, agree, made, played, uses_logits
 
-from fedobp.algorithms import Sweep
 from fedobp.engine import Lanes, Serial
 from fedobp.engine.cuda_graphs import KINDS, Graphs, padded_lanes
-from fedobp.engine.fit import active, descend, training
+from fedobp.engine.lanes.vectorised import Vectorised
+from fedobp.engine.sgd import active, run_steps, training
 from fedobp.engine.stack import Grouped, stacked
-from fedobp.engine.vectorised import Vectorised
+from fedobp.method import Sweep
 from fedobp.models import Model
 
 MODEL = Model("mlp", (5,), 3)
@@ -97,7 +97,7 @@ def test_a_lane_without_samples_does_not_change(used):
     given, moving, plan = stack_of([3, 3, 3, 3], used)
     before = flat(moving)
     plan["counts"][:, [1, 3]] = 0
-    descend(given, moving, plan, [3, 3, 3, 3], MAKE)
+    run_steps(given, moving, plan, [3, 3, 3, 3], MAKE)
     after = flat(moving)
     assert torch.equal(after[[1, 3]], before[[1, 3]])
     assert moving["loss"][[1, 3]].tolist() == [0, 0]
@@ -110,7 +110,7 @@ def test_idle_lanes_do_not_affect_the_others(used):
     idle, busy = stack_of([2, 2], used), stack_of([2, 2], used)
     idle[2]["counts"][:, 1] = 0
     for stack in (idle, busy):
-        descend(*stack, [2, 2], MAKE)
+        run_steps(*stack, [2, 2], MAKE)
     torch.testing.assert_close(flat(idle[1])[0], flat(busy[1])[0], rtol=0, atol=1e-15)
 
 
@@ -128,7 +128,7 @@ def test_tensors_that_are_not_learned_do_not_move(used):
     given, moving, plan = stack_of([2, 2], used)
     before = {name: tensor.clone() for name, tensor in moving["tensors"].items()}
     some = {"fc1.bias", "classifier.weight"}
-    descend(given, moving, plan, [2, 2], training(DATA, some, LAYOUT, FORWARD, False))
+    run_steps(given, moving, plan, [2, 2], training(DATA, some, LAYOUT, FORWARD, False))
     assert {name for name, tensor in moving["tensors"].items() if not torch.equal(tensor, before[name])} == some
 
 
@@ -153,8 +153,8 @@ def test_replaying_equals_stepping_through_rounds_of_all_sizes(used):
     for round, steps in enumerate(rounds):
         stack = stack_of(steps, used, seed=round)
         plain = deepcopy(stack)
-        slots = graphs.descend("kind", *stack, steps, MAKE)
-        descend(*plain, steps, MAKE)
+        slots = graphs.run_steps("kind", *stack, steps, MAKE)
+        run_steps(*plain, steps, MAKE)
         torch.testing.assert_close(flat(stack[1]), flat(plain[1]), rtol=0, atol=1e-12)
         torch.testing.assert_close(stack[1]["loss"], plain[1]["loss"], rtol=0, atol=1e-12)
         assert slots == BATCH * sum(map(padded_lanes, active(steps)))
@@ -163,7 +163,7 @@ def test_replaying_equals_stepping_through_rounds_of_all_sizes(used):
 def test_graphs_are_made_once_for_each_size():
     graphs = Counted()
     for seed, steps in enumerate([[4, 3, 3], [4, 4, 4], [8, 2, 1], [2, 2]]):
-        graphs.descend("kind", *stack_of(steps, seed=seed), steps, MAKE)
+        graphs.run_steps("kind", *stack_of(steps, seed=seed), steps, MAKE)
     assert graphs.made == 3
 
 
@@ -172,18 +172,18 @@ def test_other_tensors_and_other_kinds_have_separate_graphs():
     for used in RULES.values():
         stack = stack_of([2, 2], used)
         plain = deepcopy(stack)
-        graphs.descend("kind", *stack, [2, 2], MAKE)
-        descend(*plain, [2, 2], MAKE)
+        graphs.run_steps("kind", *stack, [2, 2], MAKE)
+        run_steps(*plain, [2, 2], MAKE)
         torch.testing.assert_close(flat(stack[1]), flat(plain[1]), rtol=0, atol=1e-12)
     assert graphs.made == len(RULES)
-    graphs.descend("another", *stack_of([2, 2]), [2, 2], MAKE)
+    graphs.run_steps("another", *stack_of([2, 2]), [2, 2], MAKE)
     assert graphs.made == len(RULES) + 1
 
 
 def test_the_most_recently_used_kinds_are_cached():
     graphs, stack = Counted(), stack_of([2, 2])
     for kind in [*range(KINDS), 0, KINDS, 0, 1]:
-        graphs.descend(kind, *deepcopy(stack), [2, 2], MAKE)
+        graphs.run_steps(kind, *deepcopy(stack), [2, 2], MAKE)
     assert [key[0] for key in graphs._cache] == [*range(3, KINDS), KINDS, 0, 1]
     assert graphs.made == KINDS + 2
 
@@ -192,15 +192,15 @@ def test_results_do_not_depend_on_old_buffer_contents():
     """Velocities, counters, and the contents of unused lanes and steps."""
     steps, used = [3, 2, 2], RULES["everything"]
     graphs, stack = Graphs(), stack_of(steps, used)
-    graphs.descend("kind", *stack_of([9] * 12, used, seed=1), [9] * 12, MAKE)
+    graphs.run_steps("kind", *stack_of([9] * 12, used, seed=1), [9] * 12, MAKE)
     [kept] = graphs._cache.values()
     tensors = [*kept.given["rule"].values(), kept.given["std"], *kept.moving["tensors"].values(), kept.moving["loss"]]
     for tensor in tensors:
         tensor.fill_(True if tensor.dtype == torch.bool else torch.nan)
     kept.counter.fill_(5)
     plain = deepcopy(stack)
-    graphs.descend("kind", *stack, steps, MAKE)
-    descend(*plain, steps, MAKE)
+    graphs.run_steps("kind", *stack, steps, MAKE)
+    run_steps(*plain, steps, MAKE)
     torch.testing.assert_close(flat(stack[1]), flat(plain[1]), rtol=0, atol=1e-12)
 
 
@@ -212,7 +212,7 @@ def replaying(monkeypatch):
     """Let the lanes engine replay a method's functions on the CPU, as it does on CUDA; few lanes leave some idle."""
 
     def replayed(self, lanes, given, moving, plan, steps, make):
-        return self._graphs.descend(lanes[0].phase.kind, given, moving, plan, steps, make)
+        return self._graphs.run_steps(lanes[0].phase.kind, given, moving, plan, steps, make)
 
     monkeypatch.setattr(Vectorised, "_descend", replayed)
     monkeypatch.setattr("fedobp.engine.cuda_graphs.padded_lanes", lambda lanes: -(-lanes // 3) * 3)
@@ -222,12 +222,12 @@ def replaying(monkeypatch):
 @pytest.mark.usefixtures("replaying")
 @pytest.mark.parametrize("hp", [{}, FAST], ids=["plain", "momentum and decay"])
 @pytest.mark.parametrize("phases", [name for name, items in PHASES.items() if uses_logits(items)])
-def test_custom_functions_equal_the_oracle_in_rounds_of_all_sizes(phases, hp):
+def test_custom_functions_equal_the_oracle_in_rounds_of_all_sizes(phases, hparams):
     model = made("mlp")
     engine, serial = Lanes(model, CASE_BATCH), Serial(model, CASE_BATCH)
     for plans, rounds in (
-        ([Plan(phases, hp)], CHANGES),
-        ([Plan(phases, hp), Plan(phases, FAST, seed=9)], CHANGES[::-1]),
+        ([Plan(phases, hparams)], CHANGES),
+        ([Plan(phases, hparams), Plan(phases, FAST, seed=9)], CHANGES[::-1]),
     ):
         agree(played(engine, model, plans, rounds=rounds), played(serial, model, plans, rounds=rounds))
 

@@ -7,48 +7,49 @@ import torch
 from lanes_cases import CLIENTS, federated
 
 from fedobp import FedobpError
-from fedobp.algorithms import METHODS, Moment
-from fedobp.engine import Budget, Counters, Population, diverged, memory_of
-from fedobp.engine.arithmetic import serial_threads, steady
+from fedobp.algorithms import METHODS
+from fedobp.engine import Budget, ClientPool, Counters, diverged, memory_of
+from fedobp.engine.precision import deterministic, serial_threads
+from fedobp.method import RoundContext
 from fedobp.models import Model
-from fedobp.transfer import send
+from fedobp.transfer import to_device
 
 THETA = torch.tensor([1.0, 2.0, 3.0])
 
 
 def people(own):
-    return Population(federated(), own, THETA, 5, Budget())
+    return ClientPool(federated(), own, THETA, 5, Budget())
 
 
 def test_a_client_that_never_trained_has_no_last_model():
-    assert people({}).last(0) is None
+    assert clients({}).last(0) is None
 
 
 def test_guests_are_the_same_clients_before_their_first_visit_and_leave_no_trace():
-    one = people({"head": torch.zeros(3)})
+    one = clients({"head": torch.zeros(3)})
     one.keep([1], {"head": torch.ones(1, 3)}, 2 * THETA[None])
-    guests = one.guests()
+    guests = one.untouched_copy()
     assert (guests.data, guests.seed, guests.last(1)) == (one.data, one.seed, None)
-    assert guests.own[1]["head"].tolist() == [0, 0, 0]
+    assert guests.state[1]["head"].tolist() == [0, 0, 0]
     guests.keep([1, 2], {"head": torch.full((2, 3), 7.0)}, torch.stack([THETA, THETA]))
     assert (one.last(1).tolist(), one.last(2)) == ([2, 4, 6], None)
-    assert one.own.gather([1, 2])["head"].tolist() == [[1] * 3, [0] * 3]
+    assert one.state.gather([1, 2])["head"].tolist() == [[1] * 3, [0] * 3]
 
 
 @pytest.mark.parametrize("name", ["theta", "head"])
 def test_the_last_model_is_the_one_trained_last(name):
-    one = people({name: torch.zeros(3)})
+    one = clients({name: torch.zeros(3)})
     one.keep([4, 1], {name: torch.ones(2, 3)}, torch.stack([THETA, 2 * THETA]))
     one.keep([1], {name: torch.full((1, 3), 7.0)}, 5 * THETA[None])
     assert [None if (last := one.last(client)) is None else last.tolist() for client in range(CLIENTS)] == [
         None, [5, 10, 15], None, None, [1, 2, 3], None,
     ]  # fmt: skip
-    assert one.own.gather([1, 4, 0])[name].tolist() == [[7] * 3, [1] * 3, [0] * 3]
+    assert one.state.gather([1, 4, 0])[name].tolist() == [[7] * 3, [1] * 3, [0] * 3]
 
 
 def test_a_model_that_is_remembered_is_kept_once_and_is_the_last_one_until_another_is():
     budget = Budget(3 * 4)  # one vector
-    one = Population(federated(), {"theta": torch.zeros(3)}, THETA, 5, budget)
+    one = ClientPool(federated(), {"theta": torch.zeros(3)}, THETA, 5, budget)
     trained = torch.stack([THETA])
     one.keep([2], {"theta": trained}, trained)
     assert one.last(2).tolist() == [1, 2, 3]
@@ -60,7 +61,7 @@ def test_a_model_that_is_remembered_is_kept_once_and_is_the_last_one_until_anoth
 
 
 def test_a_part_of_the_model_that_is_remembered_under_its_name_is_not_taken_for_it():
-    one, trained = people({"theta": torch.zeros(2)}), THETA[None].clone()
+    one, trained = clients({"theta": torch.zeros(2)}), THETA[None].clone()
     one.keep([2], {"theta": trained[:, :2]}, trained)
     assert one.last(2).tolist() == [1, 2, 3]
 
@@ -73,11 +74,11 @@ def test_counters_add_up_and_know_how_full_batches_were():
     assert Counters().occupancy == 1.0
 
 
-def said_of(method, **hp):
-    now = Moment(round=3, rounds=9, clients=8, epochs=1, cohort=torch.tensor([6, 2, 5]))
+def said_of(method, **hparams):
+    ctx = RoundContext(model=None, round=3, rounds=9, clients=8, epochs=1, cohort=torch.tensor([6, 2, 5]))
     one = METHODS[method]()
-    numbers = {"lr": 0.25, "momentum": 0.0, "weight_decay": 0.0, **one.floats(), **hp}
-    return diverged(now, torch.tensor([True, False, False]), numbers, one)
+    numbers = {"lr": 0.25, "momentum": 0.0, "weight_decay": 0.0, **one.hparams(), **hparams}
+    return diverged(ctx, torch.tensor([True, False, False]), numbers, one)
 
 
 def test_the_first_client_that_is_not_finite_is_named():
@@ -102,16 +103,16 @@ def test_the_first_client_that_is_not_finite_is_named():
         ("pfedme", {"eta_p": 0.5, "lr": 0.01}, "--lr (it is 0.01) or --set eta_p (it is 0.5)"),
     ],
 )
-def test_what_is_large_enough_to_diverge_is_blamed_and_the_learning_rate_otherwise(method, hp, blamed):
-    assert str(said_of(method, **hp)).endswith(f"; use a smaller {blamed}")
+def test_what_is_large_enough_to_diverge_is_blamed_and_the_learning_rate_otherwise(method, hparams, blamed):
+    assert str(said_of(method, **hparams)).endswith(f"; use a smaller {blamed}")
 
 
 def test_numbers_arrive_as_they_were_sent():
     cpu = torch.device("cpu")
-    assert send([1, 2], cpu).dtype == torch.int64
-    assert send([0.1], cpu, torch.float64).tolist() == [0.1]
-    assert send([], cpu, torch.int64).shape == (0,)
-    assert torch.equal(send(THETA, cpu), THETA)
+    assert to_device([1, 2], cpu).dtype == torch.int64
+    assert to_device([0.1], cpu, torch.float64).tolist() == [0.1]
+    assert to_device([], cpu, torch.int64).shape == (0,)
+    assert torch.equal(to_device(THETA, cpu), THETA)
 
 
 def test_memory_is_what_the_container_may_use(monkeypatch):
@@ -133,7 +134,7 @@ def test_settings_of_the_arithmetic_are_put_back_even_after_an_error(precision):
         )  # fmt: skip
 
     def fail():
-        with steady(precision, threads=1):
+        with deterministic(precision, threads=1):
             tf32 = precision in ("tf32", "bf16")
             assert settings() == (1, tf32, tf32, False, True)
             raise ZeroDivisionError

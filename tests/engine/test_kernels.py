@@ -22,7 +22,7 @@ from lanes_cases import BATCH, CLIENTS, Plan, federated, made, task
 
 from fedobp import Config, Federation
 from fedobp.data import Dataset, FederatedData, Shard
-from fedobp.engine import Budget, Lanes, Population
+from fedobp.engine import Budget, ClientPool, Lanes
 from fedobp.engine.im2col import PatchConv2d
 from fedobp.engine.kernels import dispatch, fused_for, is_supported
 from fedobp.engine.kernels.convolutions import Convolutions
@@ -417,9 +417,9 @@ def test_custom_predictions_are_stacked_by_the_general_paths_memory(custom, stac
     monkeypatch.setattr(Lanes, "_work", lambda self, job, stacks, device: counts.append(len(stacks)))
     model = made("mlp")
     theta = model.initial(0).double()
-    people = Population(federated(), {"theta": theta}, theta, 0, Budget())
-    answer = (lambda model, work, x: model.logits(work["theta"], x)) if custom else None
-    one = replace(task(Plan(), people, theta), predict=answer)
+    clients = ClientPool(federated(), {"theta": theta}, theta, 0, Budget())
+    answer = (lambda model, scratch, x: model.logits(scratch["theta"], x)) if custom else None
+    one = replace(task(Plan(), clients, theta), predict=answer)
     Lanes(model, BATCH, memory=10).predict(one, theta.expand(CLIENTS, -1), "test", {"theta": theta.expand(CLIENTS, -1)})
     assert counts == [stacks]
 

@@ -25,8 +25,8 @@ from torch import nn
 
 import fedobp.engine.lanes as lanes_module
 from fedobp import Config, Federation, FedobpError
-from fedobp.algorithms import Sparse
-from fedobp.engine import Budget, Counters, Lanes, Population, Serial
+from fedobp.engine import Budget, ClientPool, Counters, Lanes, Serial
+from fedobp.method import Sparse
 from fedobp.models import NETS
 
 pytestmark = pytest.mark.usefixtures("networks")
@@ -54,21 +54,21 @@ def compare(model, plans, engine=None):
 
 @pytest.mark.parametrize("hp", [{}, FAST], ids=["plain", "momentum and decay"])
 @pytest.mark.parametrize("phases", PHASES)
-def test_every_kind_of_phase_equals_the_oracle(phases, hp):
-    compare(made("mlp"), [Plan(phases, hp)])
+def test_every_kind_of_phase_equals_the_oracle(phases, hparams):
+    compare(made("mlp"), [Plan(phases, hparams)])
 
 
 @pytest.mark.parametrize("phases", ["plain", "all but a loss", "everything", "three vectors"])
 @pytest.mark.parametrize("hp", [{}, FAST], ids=["plain", "momentum and decay"])
 @pytest.mark.parametrize("name", ["cnn-small", *(name for name in NETWORKS if name != "normed")])
-def test_every_kind_of_network_equals_the_oracle(name, hp, phases):
-    compare(made(name), [Plan(phases, hp)])
+def test_every_kind_of_network_equals_the_oracle(name, hparams, phases):
+    compare(made(name), [Plan(phases, hparams)])
 
 
 @pytest.mark.parametrize("hp", [{}, FAST], ids=["plain", "momentum and decay"])
 @pytest.mark.parametrize("phases", [name for name, items in PHASES.items() if not uses_logits(items)])
-def test_batch_norm_equals_the_oracle(hp, phases):
-    found = compare(made("normed"), [Plan(phases, hp), Plan(phases, seed=9, cohort=(4, 0))])
+def test_batch_norm_equals_the_oracle(hparams, phases):
+    found = compare(made("normed"), [Plan(phases, hparams), Plan(phases, seed=9, cohort=(4, 0))])
     statistics = found[0]["up theta"][:, made("normed").layout.learned :]
     assert (statistics[0] != statistics[4]).any() or phases in ("no epochs", "another vector", "head")
 
@@ -115,8 +115,8 @@ def test_a_client_without_a_step_stays_where_it_was_and_has_no_loss():
 
 MIXED = [
     Plan(),
-    Plan(hp={"lr": 0.02}, seed=6),
-    Plan(hp=FAST, deal=1, cohort=(5, 0, 3)),
+    Plan(hparams={"lr": 0.02}, seed=6),
+    Plan(hparams=FAST, deal=1, cohort=(5, 0, 3)),
     Plan(cohort=(4,), epochs=3),
     Plan("mask", {"lr": 0.3}, cohort=(1,), epochs=3),
     Plan("everything", FAST),
@@ -216,14 +216,14 @@ def test_the_counters_are_the_oracles_but_for_padding():
 
 def test_what_is_prepared_for_the_next_round_changes_nothing():
     model = made("mlp")
-    people = [Population(federated(), own(model), start(model), 5, Budget()) for _ in range(2)]
-    for engine, one, prepares in zip((Lanes(model, BATCH), Lanes(model, BATCH)), people, (True, False), strict=True):
+    clients = [ClientPool(federated(), own(model), start(model), 5, Budget()) for _ in range(2)]
+    for engine, one, prepares in zip((Lanes(model, BATCH), Lanes(model, BATCH)), clients, (True, False), strict=True):
         for round in (1, 2):
-            now = task(Plan(), one, start(model), round)
-            engine.train([now])
+            ctx = task(Plan(), one, start(model), round)
+            engine.train([ctx])
             if prepares:
-                engine.prepare([replace(task(Plan(), one, start(model), round + 1), down={})])
-    assert torch.equal(*(one.own.gather(range(CLIENTS))["theta"] for one in people))
+                engine.prepare([replace(task(Plan(), one, start(model), round + 1), download={})])
+    assert torch.equal(*(one.state.gather(range(CLIENTS))["theta"] for one in clients))
 
 
 # State, serving and predictions.
@@ -240,7 +240,7 @@ def own(model):
 def both(model, seed=5):
     """Return one population a engine."""
     return [
-        (engine, Population(federated(), own(model), start(model), seed, Budget()))
+        (engine, ClientPool(federated(), own(model), start(model), seed, Budget()))
         for engine in (Lanes(model, BATCH), Serial(model, BATCH))
     ]
 
@@ -248,16 +248,16 @@ def both(model, seed=5):
 @pytest.mark.parametrize("phases", ["plain", "everything", "two phases"])
 def test_serving_equals_the_oracle_and_changes_no_state(phases):
     model, served = made("mlp"), []
-    for engine, people in both(model):
+    for engine, clients in both(model):
         plan, nobody = Plan(phases, FAST), torch.full_like(start(model), 7.0)
-        engine.train([task(replace(plan, cohort=(0, 4)), people, start(model))])
-        kept = people.own.gather(range(CLIENTS)), engine.last(task(plan, people, start(model)), nobody)
-        served.append(engine.serve(task(plan, people, start(model), round=2)))
-        again = engine.serve(task(plan, people, start(model), round=2))
+        engine.train([task(replace(plan, cohort=(0, 4)), clients, start(model))])
+        kept = clients.state.gather(range(CLIENTS)), engine.last(task(plan, clients, start(model)), nobody)
+        served.append(engine.personalize(task(plan, clients, start(model), round=2)))
+        again = engine.personalize(task(plan, clients, start(model), round=2))
         assert torch.equal(again["theta"], served[-1]["theta"])
-        now = people.own.gather(range(CLIENTS)), engine.last(task(plan, people, start(model)), nobody)
-        assert all(torch.equal(kept[0][name], now[0][name]) for name in kept[0])
-        assert torch.equal(kept[1], now[1])
+        ctx = clients.state.gather(range(CLIENTS)), engine.last(task(plan, clients, start(model)), nobody)
+        assert all(torch.equal(kept[0][name], ctx[0][name]) for name in kept[0])
+        assert torch.equal(kept[1], ctx[1])
         assert torch.equal(kept[1][1], nobody)
     agree(served[:1], served[1:])
     assert not served[0]["mine"].any()
@@ -267,13 +267,13 @@ def test_serving_marks_what_the_program_marks():
     model = made("mlp")
 
     def mark(model, client):
-        return client.set(theta=client.down["theta"], mine=client.down["part"].keep)
+        return client.set(theta=client.download["theta"], mine=client.download["part"].keep)
 
     found = []
-    for engine, people in both(model):
-        whole = task(Plan(), people, start(model))
-        found.append(engine.serve(replace(whole, program=[mark])))
-        assert torch.equal(found[-1]["mine"], whole.down["part"].keep)
+    for engine, clients in both(model):
+        whole = task(Plan(), clients, start(model))
+        found.append(engine.personalize(replace(whole, program=[mark])))
+        assert torch.equal(found[-1]["mine"], whole.download["part"].keep)
     agree(found[:1], found[1:])
 
 
@@ -285,9 +285,9 @@ def test_predictions_are_the_oracles(monkeypatch, name, split, at_once):
     model = made(name)
     thetas = torch.stack([start(model) * (1 + client) - client / 50 for client in range(CLIENTS)])
     found = []
-    for engine, people in both(model):
-        now = task(Plan(cohort=(4, 2, 0, 5, 1, 3)), people, start(model))
-        found.append(engine.predict(now, thetas, split))
+    for engine, clients in both(model):
+        ctx = task(Plan(cohort=(4, 2, 0, 5, 1, 3)), clients, start(model))
+        found.append(engine.predict(ctx, thetas, split))
     for ours, theirs in zip(*found, strict=True):
         assert ours.dtype == torch.int64
         assert torch.equal(ours, theirs)
@@ -296,39 +296,39 @@ def test_predictions_are_the_oracles(monkeypatch, name, split, at_once):
 
 def test_nobody_has_anything_to_predict():
     model = made("mlp")
-    [(engine, people), _] = both(model)
+    [(engine, clients), _] = both(model)
     idle = [client for client, n in enumerate(TEST) if not n]
-    now = task(Plan(cohort=tuple(idle)), people, start(model))
-    assert [labels.shape for labels in engine.predict(now, start(model).expand(2, -1), "test")] == [(0,), (0,)]
+    ctx = task(Plan(cohort=tuple(idle)), clients, start(model))
+    assert [labels.shape for labels in engine.predict(ctx, start(model).expand(2, -1), "test")] == [(0,), (0,)]
 
 
 # What does not cross the wire, and what is not finite.
 
 
 def peek(model, client):
-    return client.set(theta=client.down["part"].values).upload(part=client.down["part"])
+    return client.set(theta=client.download["part"].values).send(part=client.download["part"])
 
 
 @pytest.mark.parametrize("verb", ["train", "serve"])
 def test_a_client_that_looks_at_entries_it_was_not_sent_finds_nan(verb):
     model = made("mlp")
-    [(engine, people), _] = both(model)
-    now = replace(task(Plan(), people, start(model)), program=[peek])
-    found = engine.serve(now)["theta"] if verb == "serve" else engine.train([now])[0].up["part"].values
-    keep = now.down["part"].keep
+    [(engine, clients), _] = both(model)
+    ctx = replace(task(Plan(), clients, start(model)), program=[peek])
+    found = engine.personalize(ctx)["theta"] if verb == "serve" else engine.train([ctx])[0].upload["part"].values
+    keep = ctx.download["part"].keep
     assert torch.equal(found.isnan(), ~keep)
     assert torch.equal(found[keep], start(model).expand_as(found)[keep])
-    assert now.down["part"].values.isfinite().all()
+    assert ctx.download["part"].values.isfinite().all()
 
 
 def test_the_server_finds_nan_in_what_was_not_uploaded():
     model = made("mlp")
-    [(engine, people), _] = both(model)
-    [answer] = engine.train([task(Plan(), people, start(model))])
-    part = answer.up["part"]
+    [(engine, clients), _] = both(model)
+    [answer] = engine.train([task(Plan(), clients, start(model))])
+    part = answer.upload["part"]
     assert isinstance(part, Sparse)
     assert torch.equal(part.values.isnan(), ~part.keep)
-    assert torch.equal(part.values[part.keep], answer.up["theta"][part.keep])
+    assert torch.equal(part.values[part.keep], answer.upload["theta"][part.keep])
 
 
 @pytest.mark.parametrize("phases", ["plain", "everything"])
@@ -345,12 +345,12 @@ def test_only_the_lane_that_diverges_is_not_finite(name, phases):
 def test_a_client_that_diverges_takes_nobody_with_it():
     model = made("mlp")
     finite = []
-    for engine, people in both(model):
-        now = task(Plan(), people, start(model))
-        now.down["theta"][4] *= 1e200
-        [answer] = engine.train([now])
+    for engine, clients in both(model):
+        ctx = task(Plan(), clients, start(model))
+        ctx.download["theta"][4] *= 1e200
+        [answer] = engine.train([ctx])
         finite.append(answer.finite.tolist())
-        assert answer.up["theta"][[0, 1, 5]].isfinite().all()
+        assert answer.upload["theta"][[0, 1, 5]].isfinite().all()
     assert finite == [[client != 4 for client in range(CLIENTS)]] * 2
 
 
@@ -386,9 +386,9 @@ def test_predictions_in_bfloat16_are_each_models_own(engine):
     model = made("mlp")
     first = model.initial(3)
     thetas = torch.stack([first * (-1) ** client * (1 + client) for client in range(CLIENTS)])
-    now = task(Plan(), Population(federated(dtype=torch.float32), {}, first, 5, Budget()), first)
+    ctx = task(Plan(), ClientPool(federated(dtype=torch.float32), {}, first, 5, Budget()), first)
     exact, rough = (
-        torch.cat(engine(model, BATCH, precision).predict(now, thetas, "train")) for precision in ("fp32", "bf16")
+        torch.cat(engine(model, BATCH, precision).predict(ctx, thetas, "train")) for precision in ("fp32", "bf16")
     )
     assert (exact == rough).double().mean() > 0.9
 
@@ -424,8 +424,8 @@ def strange(monkeypatch):
 @pytest.mark.usefixtures("strange")
 @pytest.mark.parametrize("hp", [{}, FAST], ids=["plain", "momentum and decay"])
 @pytest.mark.parametrize("phases", ["plain", "pull", "loss"])
-def test_a_parameter_that_is_not_used_has_no_gradient(phases, hp):
-    compare(made("idle"), [Plan(phases, hp)])
+def test_a_parameter_that_is_not_used_has_no_gradient(phases, hparams):
+    compare(made("idle"), [Plan(phases, hparams)])
 
 
 @pytest.mark.usefixtures("strange")

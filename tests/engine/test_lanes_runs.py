@@ -8,10 +8,10 @@ from lanes_cases import BATCH, CLIENTS, TRAIN, metrics, same, vector
 
 from fedobp import Config, Federation, FedobpError, sweep
 from fedobp.algorithms import METHODS
-from fedobp.course import cohorts
 from fedobp.engine import Lanes, batch_order
 from fedobp.engine.im2col import patched
-from fedobp.engine.vectorised import Vectorised
+from fedobp.engine.lanes.vectorised import Vectorised
+from fedobp.sampling import cohorts
 
 pytestmark = pytest.mark.usefixtures("networks")
 

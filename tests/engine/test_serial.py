@@ -7,6 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from contexts import with_model
 from serial_cases import (
     BATCH,
     DATA,
@@ -29,12 +30,13 @@ from torch.nn import functional
 
 import fedobp.engine.serial as serial_module
 from fedobp import Config, Federation, FedobpError
-from fedobp.algorithms import METHODS, Sparse, Train
+from fedobp.algorithms import METHODS
 from fedobp.algorithms.fedobp import FedOBP, keep_and_upload
-from fedobp.course import cohorts
 from fedobp.engine import Counters
 from fedobp.engine.batch_order import batches
 from fedobp.keys import Purpose, fold
+from fedobp.method import Sparse, Train
+from fedobp.sampling import cohorts
 
 # Training.
 
@@ -44,11 +46,11 @@ RATES = {"plain": (0.1, 0.0, 0.0), "momentum": (0.1, 0.9, 0.0), "decay": (0.1, 0
 @pytest.mark.essential
 @pytest.mark.parametrize("rates", RATES.values(), ids=RATES)
 def test_training_equals_a_plain_loop(rates):
-    now = moment(3, 0, 1, round=2)
-    answer = Alone().train(now, [take, Train(3), upload], everyone(THETA, now), numbers(*rates))
+    ctx = moment(3, 0, 1, round=2)
+    answer = Alone().train(ctx, [take, Train(3), upload], everyone(THETA, ctx), numbers(*rates))
     for position, client in enumerate((3, 0, 1)):
         expected, loss = plain_loop(client, {1: 3}, *rates, round=2)
-        close(answer.up["theta"][position], expected)
+        close(answer.upload["theta"][position], expected)
         assert answer.loss[position].item() == pytest.approx(loss, abs=1e-12)
         assert (expected - THETA).abs().max() > 0.01
     assert answer.n.tolist() == [6, 11, 9]
@@ -56,51 +58,53 @@ def test_training_equals_a_plain_loop(rates):
 
 
 def test_momentum_starts_anew_with_each_phase():
-    now, rates = moment(0), (0.1, 0.9, 0.0)
+    ctx, rates = moment(0), (0.1, 0.9, 0.0)
     program = [take, Train(2), Train(1), upload]
-    found = Alone().train(now, program, everyone(THETA, now), numbers(*rates)).up["theta"][0]
+    found = Alone().train(ctx, program, everyone(THETA, ctx), numbers(*rates)).upload["theta"][0]
     close(found, plain_loop(0, {1: 2, 2: 1}, *rates)[0])
     carried, _ = plain_loop(0, {1: 2, 2: 1}, *rates, restart=False)
     assert (found - carried).abs().max() > 1e-3
 
 
 def test_momentum_starts_anew_with_each_visit():
-    one, now, rates = Alone(), moment(0), (0.1, 0.9, 0.0)
+    one, ctx, rates = Alone(), moment(0), (0.1, 0.9, 0.0)
     for _ in range(2):
-        found = one.train(now, [take, Train(2), upload], everyone(THETA, now), numbers(*rates)).up["theta"][0]
+        found = one.train(ctx, [take, Train(2), upload], everyone(THETA, ctx), numbers(*rates)).upload["theta"][0]
         close(found, plain_loop(0, {1: 2}, *rates)[0])
 
 
 def test_a_client_does_not_depend_on_who_trains_beside_it():
     program, results = [take, Train(1), upload], []
     for cohort in ((1,), (0, 1, 3), (3, 1)):
-        now = moment(*cohort)
-        answer = Alone().train(now, program, everyone(THETA, now), numbers(0.1, 0.5))
-        results.append(answer.up["theta"][cohort.index(1)])
+        ctx = moment(*cohort)
+        answer = Alone().train(ctx, program, everyone(THETA, ctx), numbers(0.1, 0.5))
+        results.append(answer.upload["theta"][cohort.index(1)])
     assert all(torch.equal(result, results[0]) for result in results)
 
 
 def test_rounds_have_batches_of_their_own():
     first, second = (
-        Alone().train(moment(0, round=r), [take, Train(1), upload], everyone(THETA, moment(0)), numbers()).up["theta"]
+        Alone()
+        .train(moment(0, round=r), [take, Train(1), upload], everyone(THETA, moment(0)), numbers())
+        .upload["theta"]
         for r in (1, 2)
     )
     assert not torch.equal(first, second)
 
 
 def test_a_client_with_one_training_sample_takes_no_step():
-    one, now = Alone(), moment(2, 0)
-    answer = one.train(now, [take, Train(5), upload], everyone(THETA, now), numbers(0.1, 0.9, 0.5))
-    assert torch.equal(answer.up["theta"][0], THETA)
+    one, ctx = Alone(), moment(2, 0)
+    answer = one.train(ctx, [take, Train(5), upload], everyone(THETA, ctx), numbers(0.1, 0.9, 0.5))
+    assert torch.equal(answer.upload["theta"][0], THETA)
     assert answer.loss.isnan().tolist() == [True, False]
     assert answer.finite.tolist() == [True, True]
     assert answer.n.tolist() == [1, 11]
 
 
 def test_the_download_is_not_changed_by_training():
-    down = THETA.clone().expand(1, -1)
-    Alone().train(moment(0), [take, Train(2), upload], {"theta": down}, numbers())
-    assert torch.equal(down[0], THETA)
+    download = THETA.clone().expand(1, -1)
+    Alone().train(moment(0), [take, Train(2), upload], {"theta": download}, numbers())
+    assert torch.equal(download[0], THETA)
 
 
 # Phases with options, written out on flat vectors.
@@ -116,22 +120,24 @@ def entropy(vectors, x, y):
     return functional.cross_entropy(logits_of(vectors["theta"], x), y)
 
 
-def by_hand(client, vectors, hp, *, epochs=2, lr="lr", loss=entropy, push=lambda theta: 0.0, free=True, position=1):
+def by_hand(
+    client, vectors, hparams, *, epochs=2, lr="lr", loss=entropy, push=lambda theta: 0.0, free=True, position=1
+):
     """Train vectors together; `push` is added to the gradient of the first one, of which only `free` entries move."""
     x, y = DATA.inputs(client, "train"), DATA.targets(client, "train")
-    now = {name: vector.clone() for name, vector in vectors.items()}
+    ctx = {name: vector.clone() for name, vector in vectors.items()}
     velocity = {name: torch.zeros_like(vector) for name, vector in vectors.items()}
     for epoch in range(epochs):
         for picked in batches(fold(SEED, 1, client, Purpose.TRAIN, position, epoch), len(y), BATCH):
-            leaves = {name: vector.requires_grad_() for name, vector in now.items()}
+            leaves = {name: vector.requires_grad_() for name, vector in ctx.items()}
             gradients = torch.autograd.grad(loss(leaves, x[picked], y[picked]), list(leaves.values()))
-            now = {name: vector.detach() for name, vector in leaves.items()}
-            for at, ((name, vector), slope) in enumerate(zip(now.items(), gradients, strict=True)):
-                slope = slope + (push(vector) if at == 0 else 0.0) + hp["weight_decay"] * vector
-                velocity[name] = hp["momentum"] * velocity[name] + slope
-                step = hp[lr] * velocity[name]
-                now[name] = vector - (step * free if at == 0 else step)
-    return now
+            ctx = {name: vector.detach() for name, vector in leaves.items()}
+            for at, ((name, vector), slope) in enumerate(zip(ctx.items(), gradients, strict=True)):
+                slope = slope + (push(vector) if at == 0 else 0.0) + hparams["weight_decay"] * vector
+                velocity[name] = hparams["momentum"] * velocity[name] + slope
+                step = hparams[lr] * velocity[name]
+                ctx[name] = vector - (step * free if at == 0 else step)
+    return ctx
 
 
 HEAD = torch.arange(len(THETA)) >= 768 + 128
@@ -141,17 +147,17 @@ DRIFT = torch.linspace(0.3, -0.2, len(THETA), dtype=torch.float64)
 
 
 def prepare(model, client):
-    work = {"mask": MASK, "anchor": ANCHOR, "drift": DRIFT, "scale": torch.linspace(0.5, 2, 3, dtype=torch.float64)}
-    return take(model, client).set(**work, other=-THETA)
+    scratch = {"mask": MASK, "anchor": ANCHOR, "drift": DRIFT, "scale": torch.linspace(0.5, 2, 3, dtype=torch.float64)}
+    return take(model, client).set(**scratch, other=-THETA)
 
 
 def send_up(model, client):
-    return client.upload(theta=client.theta, scale=client.work["scale"], other=client.work["other"])
+    return client.send(theta=client.theta, scale=client.scratch["scale"], other=client.scratch["other"])
 
 
 def scaled_loss(model, client, batch):
     """Cross-entropy of scaled outputs, and a smooth term: two vectors are learned with it."""
-    logits = model.logits(client.theta, batch.x) * client.work["scale"]
+    logits = model.logits(client.theta, batch.x) * client.scratch["scale"]
     return batch.mean(functional.cross_entropy(logits, batch.y, reduction="none")) + client.theta.sin().mean()
 
 
@@ -185,11 +191,11 @@ PHASES = {
 @pytest.mark.parametrize("name", PHASES)
 def test_a_phase_with_options_equals_a_plain_loop(name, rates):
     phase, options = PHASES[name]
-    hp, now = {**numbers(*rates), "mu": 0.7, "slow": 0.03}, moment(3, 0)
-    up = Alone().train(now, [prepare, phase, send_up], everyone(THETA, now), hp).up
+    hparams, ctx = {**numbers(*rates), "mu": 0.7, "slow": 0.03}, moment(3, 0)
+    up = Alone().train(ctx, [prepare, phase, send_up], everyone(THETA, ctx), hparams).upload
     start = {"theta": THETA, "scale": torch.linspace(0.5, 2, 3, dtype=torch.float64)}
     for position, client in enumerate((3, 0)):
-        expected = by_hand(client, {name: start[name] for name in phase.learn}, hp, **options)
+        expected = by_hand(client, {name: start[name] for name in phase.learn}, hparams, **options)
         for learned in BOTH:
             close(up[learned][position], expected.get(learned, start[learned]))
         assert torch.equal(up["other"][position], -THETA)
@@ -199,16 +205,16 @@ def test_a_phase_with_options_equals_a_plain_loop(name, rates):
 
 
 def test_another_vector_can_be_trained_in_place_of_theta():
-    now = moment(0)
-    up = Alone().train(now, [prepare, Train(2, learn=("other",)), send_up], everyone(THETA, now), numbers()).up
+    ctx = moment(0)
+    up = Alone().train(ctx, [prepare, Train(2, learn=("other",)), send_up], everyone(THETA, ctx), numbers()).upload
     close(up["other"][0], by_hand(0, {"theta": -THETA}, numbers())["theta"])
     assert torch.equal(up["theta"][0], THETA)
 
 
 def test_a_phase_of_no_epochs_changes_nothing_and_has_no_loss():
-    now = moment(0)
-    answer = Alone().train(now, [take, Train(0), upload], everyone(THETA, now), numbers())
-    assert torch.equal(answer.up["theta"][0], THETA)
+    ctx = moment(0)
+    answer = Alone().train(ctx, [take, Train(0), upload], everyone(THETA, ctx), numbers())
+    assert torch.equal(answer.upload["theta"][0], THETA)
     assert answer.loss.isnan().all()
 
 
@@ -216,19 +222,19 @@ def test_programs_have_numbers_as_tensors_in_the_models_type():
     seen = []
 
     def look(model, client):
-        seen.append(client.hp)
+        seen.append(client.hparams)
         return take(model, client)
 
     Alone().train(moment(0), [look], everyone(THETA, moment(0)), {"lr": 0.1, "q": 0.25})
-    [hp] = seen
-    assert {name: (value.dtype, value.shape, value.item()) for name, value in hp.items()} == {
+    [hparams] = seen
+    assert {name: (value.dtype, value.shape, value.item()) for name, value in hparams.items()} == {
         "lr": (torch.float64, (), 0.1), "q": (torch.float64, (), 0.25),
     }  # fmt: skip
 
 
 def test_the_counters_count_steps_and_samples():
-    one, now = Alone(), moment(0, 1, 2, 3)
-    one.train(now, [take, Train(2), upload], everyone(THETA, now), numbers())
+    one, ctx = Alone(), moment(0, 1, 2, 3)
+    one.train(ctx, [take, Train(2), upload], everyone(THETA, ctx), numbers())
     # Two epochs of 3, 2, 0 and 2 batches; single samples of clients 1 and 2 are skipped.
     assert one.engine.counters == Counters(steps=14, slots=2 * (11 + 8 + 6), samples=2 * (11 + 8 + 6))
     assert one.engine.counters.occupancy == 1.0
@@ -238,26 +244,29 @@ def test_the_counters_count_steps_and_samples():
 
 
 def test_what_a_client_remembers_is_there_at_its_next_visit_and_is_nobody_elses():
-    one, now = Alone({"theta": torch.zeros_like(THETA)}), moment(1)
-    trained = one.train(now, [take, Train(1), remember, upload], everyone(THETA, now), numbers()).up["theta"][0]
-    both = one.train(moment(0, 1, round=2), [take_own, upload], {}, numbers()).up["theta"]
+    one, ctx = Alone({"theta": torch.zeros_like(THETA)}), moment(1)
+    trained = one.train(ctx, [take, Train(1), remember, upload], everyone(THETA, ctx), numbers()).upload["theta"][0]
+    both = one.train(moment(0, 1, round=2), [take_own, upload], {}, numbers()).upload["theta"]
     assert torch.equal(both[1], trained)
     assert torch.equal(both[0], torch.zeros_like(THETA))
 
 
 def test_serving_trains_with_an_order_of_its_own_and_changes_no_state():
-    one, now = Alone({"theta": THETA}), moment(0, 3)
-    down = everyone(THETA, now)
-    served = one.serve(now, [take, Train(2), remember], down, numbers(0.1, 0.9))
+    one, ctx = Alone({"theta": THETA}), moment(0, 3)
+    download = everyone(THETA, ctx)
+    served = one.personalize(with_model(ctx, [take, Train(2), remember]), download, numbers(0.1, 0.9))
     for position, client in enumerate((0, 3)):
         close(served["theta"][position], plain_loop(client, {1: 2}, 0.1, 0.9, 0.0, purpose=Purpose.SERVE)[0])
-    assert torch.equal(one.serve(now, [take, Train(2), remember], down, numbers(0.1, 0.9))["theta"], served["theta"])
-    assert torch.equal(one.serve(now, [take_own], {}, numbers())["theta"], down["theta"])
+    assert torch.equal(
+        one.personalize(with_model(ctx, [take, Train(2), remember]), download, numbers(0.1, 0.9))["theta"],
+        served["theta"],
+    )
+    assert torch.equal(one.personalize(with_model(ctx, [take_own]), {}, numbers())["theta"], download["theta"])
     nobody = torch.full_like(THETA, 7.0)
-    assert torch.equal(one.last(now, nobody), nobody.expand(2, -1))
+    assert torch.equal(one.last(ctx, nobody), nobody.expand(2, -1))
     program = [take, Train(2), upload]
-    trained = one.train(now, program, down, numbers()).up["theta"]
-    assert torch.equal(trained, Alone().train(now, program, down, numbers()).up["theta"])
+    trained = one.train(ctx, program, download, numbers()).upload["theta"]
+    assert torch.equal(trained, Alone().train(ctx, program, download, numbers()).upload["theta"])
 
 
 def test_serving_marks_personal_entries_where_the_program_does():
@@ -266,16 +275,18 @@ def test_serving_marks_personal_entries_where_the_program_does():
     def mark(model, client):
         return take(model, client).set(mine=mine)
 
-    now = moment(0, 1)
-    assert torch.equal(Alone().serve(now, [mark], everyone(THETA, now), numbers())["mine"], mine.expand(2, -1))
-    assert not Alone().serve(now, [take], everyone(THETA, now), numbers())["mine"].any()
+    ctx = moment(0, 1)
+    assert torch.equal(
+        Alone().personalize(with_model(ctx, [mark]), everyone(THETA, ctx), numbers())["mine"], mine.expand(2, -1)
+    )
+    assert not Alone().personalize(with_model(ctx, [take]), everyone(THETA, ctx), numbers())["mine"].any()
 
 
 def test_last_is_the_last_local_model_or_else_the_given_one():
     one, otherwise = Alone(), torch.full_like(THETA, 7.0)
     for round in (1, 2):
-        now = moment(2, 0, round=round)
-        up = one.train(now, [take, Train(1), upload], everyone(THETA, now), numbers()).up["theta"]
+        ctx = moment(2, 0, round=round)
+        up = one.train(ctx, [take, Train(1), upload], everyone(THETA, ctx), numbers()).upload["theta"]
     found = one.last(moment(0, 1, 2, 3), otherwise)
     assert torch.equal(found, torch.stack([up[1], otherwise, up[0], otherwise]))
 
@@ -305,7 +316,7 @@ def test_predictions_are_as_many_as_samples(split):
 
 
 def peek(model, client):
-    return client.set(theta=client.down["theta"].values).upload(theta=client.down["theta"].values)
+    return client.set(theta=client.download["theta"].values).send(theta=client.download["theta"].values)
 
 
 def keeps(clients):
@@ -314,38 +325,38 @@ def keeps(clients):
 
 @pytest.mark.parametrize("run", ["train", "serve"])
 def test_a_client_that_looks_at_entries_it_was_not_sent_finds_nan(run):
-    now, keep = moment(1, 0), keeps((1, 0))
-    down = {"theta": Sparse(THETA.expand(2, -1), keep)}
+    ctx, keep = moment(1, 0), keeps((1, 0))
+    download = {"theta": Sparse(THETA.expand(2, -1), keep)}
     if run == "train":
-        found = Alone().train(now, [peek], down, numbers()).up["theta"]
+        found = Alone().train(ctx, [peek], download, numbers()).upload["theta"]
     else:
-        found = Alone().serve(now, [peek], down, numbers())["theta"]
+        found = Alone().personalize(with_model(ctx, [peek]), download, numbers())["theta"]
     assert torch.equal(found.isnan(), ~keep)
     assert torch.equal(found[keep], THETA.expand(2, -1)[keep])
     assert THETA.isfinite().all()
 
 
 def test_training_on_entries_that_were_not_sent_is_not_finite():
-    now, keep = moment(1, 0), keeps((1, 0))
+    ctx, keep = moment(1, 0), keeps((1, 0))
     keep[0] = True
-    answer = Alone().train(now, [peek, Train(1)], {"theta": Sparse(THETA.expand(2, -1), keep)}, numbers())
+    answer = Alone().train(ctx, [peek, Train(1)], {"theta": Sparse(THETA.expand(2, -1), keep)}, numbers())
     assert answer.finite.tolist() == [True, False]
 
 
 def test_sparse_uploads_are_stacked_and_the_server_finds_nan_in_what_was_not_sent():
-    now, keep = moment(2, 1, 0), keeps((2, 1, 0))
+    ctx, keep = moment(2, 1, 0), keeps((2, 1, 0))
 
     def upload_part(model, client):
-        count = client.down["step"]
-        return client.set(theta=THETA).upload(part=Sparse(THETA, torch.arange(len(THETA)) % count != 0), step=count)
+        count = client.download["step"]
+        return client.set(theta=THETA).send(part=Sparse(THETA, torch.arange(len(THETA)) % count != 0), step=count)
 
-    answer = Alone().train(now, [upload_part], {"step": torch.tensor([4, 3, 2])}, numbers())
-    part = answer.up["part"]
+    answer = Alone().train(ctx, [upload_part], {"step": torch.tensor([4, 3, 2])}, numbers())
+    part = answer.upload["part"]
     assert isinstance(part, Sparse)
     assert torch.equal(part.keep, keep)
     assert torch.equal(part.values.isnan(), ~keep)
     assert torch.equal(part.values[keep], THETA.expand(3, -1)[keep])
-    assert answer.up["step"].tolist() == [4, 3, 2]
+    assert answer.upload["step"].tolist() == [4, 3, 2]
     assert THETA.isfinite().all(), "the client's own vector must stay as it was"
 
 
@@ -355,11 +366,11 @@ class Cheat(FedOBP):
 
     name: ClassVar[str] = "cheat"
 
-    def local(self, model, now):
+    def client_update(self, model, ctx):
         def take_all(model, client):
-            return client.set(theta=client.down["theta"].values)
+            return client.set(theta=client.download["theta"].values)
 
-        return [take_all, Train(now.epochs), keep_and_upload]
+        return [take_all, Train(ctx.epochs), keep_and_upload]
 
 
 @ENGINES

@@ -3,17 +3,17 @@
 import torch
 from serial_cases import BATCH, DATA, MODEL, SEED, THETA, Alone, moment, numbers
 
-from fedobp.algorithms import Sweep
-from fedobp.engine import Counters, Task
+from fedobp.engine import Counters, PoolJob
 from fedobp.engine.batch_order import batches, step_key, subset
 from fedobp.keys import Purpose, fold
+from fedobp.method import Sweep
 
 
 def note(model, client, batch):
     """Write down what a step can see, one line after the other."""
     line = torch.stack([batch.y.sum(), batch.weight.sum().long(), batch.key, batch.step, batch.epoch])
-    at = torch.nn.functional.one_hot(client.work["lines"], len(client.work["notes"]))[:, None]
-    return client.set(notes=client.work["notes"] + at * line, lines=client.work["lines"] + 1)
+    at = torch.nn.functional.one_hot(client.scratch["lines"], len(client.scratch["notes"]))[:, None]
+    return client.set(notes=client.scratch["notes"] + at * line, lines=client.scratch["lines"] + 1)
 
 
 def a_notebook(model, client):
@@ -21,12 +21,12 @@ def a_notebook(model, client):
 
 
 def upload_notes(model, client):
-    return client.upload(notes=client.work["notes"], steps=client.data["steps"])
+    return client.send(notes=client.scratch["notes"], steps=client.data["steps"])
 
 
 def swept(client, sweep):
     """Return the lines that a client wrote, and how many batches it says it had."""
-    up = Alone().train(moment(client, round=2), [a_notebook, sweep, upload_notes]).up
+    up = Alone().train(moment(client, round=2), [a_notebook, sweep, upload_notes]).upload
     steps = int(up["steps"][0])
     assert not up["notes"][0, steps:].any()
     return up["notes"][0, :steps].tolist()
@@ -64,8 +64,8 @@ def test_a_sweep_of_all_at_once_is_one_batch():
 
 
 def test_a_sweep_ends_when_it_is_told_to():
-    assert len(swept(0, Sweep(note, 9, more=lambda model, client: client.work["lines"] < 4))) == 6  # whole epochs
-    assert swept(0, Sweep(note, 9, more=lambda model, client: client.work["lines"] < 0)) == []
+    assert len(swept(0, Sweep(note, 9, more=lambda model, client: client.scratch["lines"] < 4))) == 6  # whole epochs
+    assert swept(0, Sweep(note, 9, more=lambda model, client: client.scratch["lines"] < 0)) == []
 
 
 def test_what_is_computed_in_a_sweep_is_counted():
@@ -80,15 +80,15 @@ def test_what_is_computed_in_a_sweep_is_counted():
 
 
 def test_a_task_can_say_how_logits_come_about():
-    def mixed(model, work, x):
-        return model.logits(work["theta"], x) * work["sign"]
+    def mixed(model, scratch, x):
+        return model.logits(scratch["theta"], x) * scratch["sign"]
 
     def take_sign(model, client):
         return client.set(theta=THETA, sign=torch.tensor(-1.0, dtype=THETA.dtype))
 
-    one, now = Alone(), moment(0, 1)
-    task = Task(one.people, now, [take_sign], {}, numbers(), mixed)
-    served = one.engine.serve(task)
+    one, ctx = Alone(), moment(0, 1)
+    task = PoolJob(ctx, [take_sign], numbers(), {}, mixed, clients=one.clients)
+    served = one.engine.personalize(task)
     assert served["sign"].tolist() == [-1, -1]
     found = one.engine.predict(task, served["theta"], "test", served)
     for client, labels in zip((0, 1), found, strict=True):

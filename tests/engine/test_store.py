@@ -29,9 +29,9 @@ def test_a_client_that_was_never_written_has_the_start_record():
 def test_gather_stacks_records_in_the_order_asked_for():
     store = Store(START, CLIENTS, Budget())
     store.scatter([4, 2], written())
-    rows = store.gather([2, 9, 4])
-    assert rows["theta"].tolist() == [[7, 8], [1, 2], [5, 6]]
-    assert rows["seen"].tolist() == [True, False, True]
+    records = store.gather([2, 9, 4])
+    assert records["theta"].tolist() == [[7, 8], [1, 2], [5, 6]]
+    assert records["seen"].tolist() == [True, False, True]
 
 
 def test_gather_of_records_without_entries_is_empty():
@@ -47,9 +47,9 @@ def test_scatter_changes_only_the_clients_named():
 
 
 def test_scatter_copies():
-    store, rows = Store(START, CLIENTS, Budget()), written()
-    store.scatter([0, 1], rows)
-    rows["theta"].zero_()
+    store, records = Store(START, CLIENTS, Budget()), written()
+    store.scatter([0, 1], records)
+    records["theta"].zero_()
     assert store[0]["theta"].tolist() == [5, 6]
     assert store[0]["theta"].untyped_storage().nbytes() == 2 * 4, "a record must not hold the whole stack"
 
@@ -127,10 +127,10 @@ def test_records_survive_wherever_they_are(room):
     store[0] = other(RECORD)
     for client in range(6):
         equal(store[client], {0: other(RECORD), 3: RECORD, 5: RECORD}.get(client, start_record()))
-    rows = store.gather([3, 1, 0])
+    records = store.gather([3, 1, 0])
     for name, value in RECORD.items():
-        equal({name: rows[name][0]}, {name: value})
-        equal({name: rows[name][2]}, {name: other(RECORD)[name]})
+        equal({name: records[name][0]}, {name: value})
+        equal({name: records[name][2]}, {name: other(RECORD)[name]})
     assert [client in store for client in range(6)] == [True, False, False, True, False, True]
 
 

@@ -8,6 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from contexts import with_model
+
+from fedobp.method import CohortUpdate
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA card that torch can use", allow_module_level=True)
@@ -29,9 +32,10 @@ from lanes_cases import (
 )
 
 from fedobp import Config, Federation, FedobpError, sweep
-from fedobp.algorithms import METHODS, Moment
-from fedobp.engine import Budget, Lanes, Population, Serial, Store, Task, memory_of
+from fedobp.algorithms import METHODS
+from fedobp.engine import Budget, ClientPool, Lanes, PoolJob, Serial, Store, memory_of
 from fedobp.importance import above
+from fedobp.method import RoundContext
 
 pytestmark = [
     pytest.mark.usefixtures("networks"),
@@ -47,8 +51,8 @@ RAGGED = {
 # Eleven lanes of one kind, which a graph of twelve serves, beside runs of other kinds.
 MIXED = [
     Plan(),
-    Plan(hp={"lr": 0.02, "momentum": 0.5}, seed=6),
-    Plan(hp=FAST, deal=1, cohort=(5, 0, 3)),
+    Plan(hparams={"lr": 0.02, "momentum": 0.5}, seed=6),
+    Plan(hparams=FAST, deal=1, cohort=(5, 0, 3)),
     Plan(cohort=(4,), epochs=3),
     Plan("mask", {"lr": 0.3}, cohort=(1,), epochs=3),
     Plan("everything", FAST),
@@ -69,8 +73,8 @@ def compare(model, plans, engine=None, **options):
 
 @pytest.mark.parametrize("hp", [{}, FAST], ids=["plain", "momentum and decay"])
 @pytest.mark.parametrize("phases", PHASES)
-def test_every_kind_of_phase_equals_the_oracle(phases, hp):
-    compare(made("mlp"), [Plan(phases, hp)])
+def test_every_kind_of_phase_equals_the_oracle(phases, hparams):
+    compare(made("mlp"), [Plan(phases, hparams)])
 
 
 @pytest.mark.parametrize("phases", ["plain", "all but a loss", "everything"])
@@ -86,11 +90,11 @@ def test_runs_side_by_side_equal_the_oracle(name):
 
 @pytest.mark.parametrize("hp", [{}, FAST], ids=["plain", "momentum and decay"])
 @pytest.mark.parametrize("phases", ["plain", "pull", "everything"])
-def test_graphs_serve_rounds_of_more_and_fewer_lanes_and_steps(phases, hp):
+def test_graphs_serve_rounds_of_more_and_fewer_lanes_and_steps(phases, hparams):
     model = made("mlp")
     engine = Lanes(model, BATCH)
-    compare(model, [Plan(phases, hp)], engine, rounds=CHANGES)
-    compare(model, [Plan(phases, hp), Plan(phases, FAST, seed=9)], engine, rounds=CHANGES[::-1])
+    compare(model, [Plan(phases, hparams)], engine, rounds=CHANGES)
+    compare(model, [Plan(phases, hparams), Plan(phases, FAST, seed=9)], engine, rounds=CHANGES[::-1])
 
 
 @pytest.mark.parametrize("memory", [1.0, 3e6])
@@ -109,15 +113,15 @@ def test_what_is_prepared_for_the_next_round_is_used_and_changes_nothing():
     ):
         start = theta.to(device)
         own = {"theta": start.flip(0), "visits": torch.zeros((), dtype=torch.int64, device=device)}
-        people = [Population(federated(device), own, start, seed, Budget()) for seed in (5, 6)]
+        clients = [ClientPool(federated(device), own, start, seed, Budget()) for seed in (5, 6)]
         for round in range(1, rounds + 1):
-            engine.train([task(Plan(hp=FAST), one, start, round) for one in people])
+            engine.train([task(Plan(hparams=FAST), one, start, round) for one in clients])
             if prepares:
                 # The second run's epochs change after all: what was prepared for it must not be used.
-                plans = Plan(hp=FAST), Plan(hp=FAST, epochs=1)
-                coming = [task(plan, one, start, round + 1) for plan, one in zip(plans, people, strict=True)]
-                engine.prepare([replace(one, down={}) for one in coming])
-        ends.append(torch.stack([one.own.gather(range(CLIENTS))["theta"].cpu() for one in people]))
+                plans = Plan(hparams=FAST), Plan(hparams=FAST, epochs=1)
+                coming = [task(plan, one, start, round + 1) for plan, one in zip(plans, clients, strict=True)]
+                engine.prepare([replace(one, download={}) for one in coming])
+        ends.append(torch.stack([one.state.gather(range(CLIENTS))["theta"].cpu() for one in clients]))
     assert torch.equal(ends[0], ends[1])
     torch.testing.assert_close(ends[0], ends[2], rtol=0, atol=1e-9)
 
@@ -141,9 +145,9 @@ def test_serving_and_predictions_are_the_oracles(name, split):
     for engine, device in ((Lanes(model, BATCH), DEVICE), (Serial(model, BATCH), "cpu")):
         start = theta.to(device)
         own = {"theta": start.flip(0), "visits": torch.zeros((), dtype=torch.int64, device=device)}
-        now = task(Plan(hp=FAST), Population(federated(device), own, start, 5, Budget()), start)
-        served.append(engine.serve(now))
-        labels.append(engine.predict(now, served[-1]["theta"], split))
+        ctx = task(Plan(hparams=FAST), ClientPool(federated(device), own, start, 5, Budget()), start)
+        served.append(engine.personalize(ctx))
+        labels.append(engine.predict(ctx, served[-1]["theta"], split))
     agree(served[:1], served[1:])
     assert [one.tolist() for one in labels[0]] == [one.tolist() for one in labels[1]]
 
@@ -192,7 +196,7 @@ def test_new_clients_fare_as_on_the_oracle(method):
     given = {**SMALL, "holdout_clients": 1, "rounds": 2, "precision": "fp64"}
     ours = Federation(Config(**given, device=DEVICE)).run(method)
     theirs = Federation(Config(**given, device="cpu", engine="serial")).run(method)
-    assert (ours.cold, ours.accuracy, ours.partition) == (theirs.cold, theirs.accuracy, theirs.partition)
+    assert (ours.new_clients, ours.accuracy, ours.partition) == (theirs.new_clients, theirs.accuracy, theirs.partition)
 
 
 def test_a_run_that_diverges_names_its_client():
@@ -277,19 +281,19 @@ def test_training_does_not_wait_once_its_graphs_are_made(name, phases):
     model = made(name)
     engine, start = Lanes(model, BATCH), model.initial(3).to(DEVICE)
     own = {"theta": start.flip(0), "visits": torch.zeros((), dtype=torch.int64, device=DEVICE)}
-    people = [Population(federated(DEVICE, torch.float32), own, start, seed, Budget()) for seed in (5, 6)]
+    clients = [ClientPool(federated(DEVICE, torch.float32), own, start, seed, Budget()) for seed in (5, 6)]
     plans = Plan(phases), Plan(phases, FAST)
 
     def tasks(round):
-        return [task(plan, one, start, round) for plan, one in zip(plans, people, strict=True)]
+        return [task(plan, one, start, round) for plan, one in zip(plans, clients, strict=True)]
 
     for round in (1, 2):
         engine.train(tasks(round))
-        engine.prepare([replace(one, down={}) for one in tasks(round + 1)])
-    now, coming = tasks(3), [replace(one, down={}) for one in tasks(4)]
+        engine.prepare([replace(one, download={}) for one in tasks(round + 1)])
+    ctx, coming = tasks(3), [replace(one, download={}) for one in tasks(4)]
     torch.cuda.synchronize()
     with nobody_waits():
-        engine.train(now)
+        engine.train(ctx)
         engine.prepare(coming)
 
 
@@ -300,23 +304,25 @@ def test_a_whole_round_does_not_wait(method):
     model, data = made("cnn-small"), federated(DEVICE, torch.float32)
     chosen = METHODS[method].configure({"q": 0.9, "ema": 0.5} if method == "fedobp" else {})
     theta = model.initial(3).to(DEVICE)
-    start = chosen.begin(model, theta, 0)
-    server, rows = start.server, Store(start.row, CLIENTS, Budget())
-    people, engine = Population(data, start.own, theta, 5, Budget()), Lanes(model, BATCH)
-    hp = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, **chosen.floats()}
+    start = chosen.init(model, theta, 0)
+    server, records = start.server, Store(start.record, CLIENTS, Budget())
+    clients, engine = ClientPool(data, start.state, theta, 5, Budget()), Lanes(model, BATCH)
+    hparams = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, **chosen.hparams()}
 
     everyone = torch.arange(CLIENTS)
 
     def play(round):
         nonlocal server
-        for cohort in [everyone] if chosen.together else everyone.split(1):
-            now = Moment(round, 9, CLIENTS, 2, cohort)
-            down, sent = chosen.send(model, now, server, rows.gather(cohort.tolist()))
-            [answer] = engine.train([Task(people, now, chosen.local(model, now), down, hp)])
-            server, kept = chosen.receive(model, now, server, sent, answer.up, answer.n)
-            rows.scatter(cohort.tolist(), kept)
-        later = Moment(round + 1, 9, CLIENTS, 2, everyone if chosen.together else everyone[:1])
-        engine.prepare([Task(people, later, chosen.local(model, later), {}, hp)])
+        for cohort in [everyone] if chosen.sequential else everyone.split(1):
+            ctx = RoundContext(None, round, 9, CLIENTS, 2, cohort)
+            download, sent = chosen.download(with_model(model, ctx), server, records.gather(cohort.tolist()))
+            [answer] = engine.train(
+                [PoolJob(ctx, chosen.client_update(with_model(model, ctx)), hparams, download, clients=clients)]
+            )
+            server, kept = chosen.aggregate(with_model(model, ctx), server, sent, CohortUpdate(answer.upload, answer.n))
+            records.scatter(cohort.tolist(), kept)
+        later = RoundContext(None, round + 1, 9, CLIENTS, 2, everyone if chosen.sequential else everyone[:1])
+        engine.prepare([PoolJob(later, chosen.client_update(with_model(model, later)), hparams, {}, clients=clients)])
 
     for round in (1, 2):
         play(round)

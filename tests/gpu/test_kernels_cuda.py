@@ -13,16 +13,15 @@ from lanes_cases import same
 from torch.func import grad, vmap
 
 from fedobp import Config, Federation, sweep
-from fedobp.course import Course
 from fedobp.engine import Budget
-from fedobp.engine.fit import Rule
 from fedobp.engine.kernels import fused_for
 from fedobp.engine.kernels.convolutions import ConvConfig, Convolutions
 from fedobp.engine.kernels.fused import Fused
 from fedobp.engine.kernels.tiles import tiles_for
-from fedobp.federation import engine_for
+from fedobp.engine.sgd import Rule
+from fedobp.launch import engine_for, simulate
 from fedobp.models import Model
-from fedobp.transfer import Arriving
+from fedobp.transfer import AsyncCopy
 
 TABLE = tiles_for(torch.cuda.get_device_capability(), "bf16")
 pytestmark = [
@@ -285,14 +284,14 @@ def test_a_whole_round_does_not_wait(folder):
                     device="cuda", rounds=9)  # fmt: skip
     federation = Federation(config)
     engine = engine_for(config, federation.model)
-    run = Course(config, federation.model, federation.data, Budget())
+    run = simulate(config, federation.model, federation.data, Budget())
     moments = [run.moment(round, torch.arange(6)) for round in range(1, 5)]
 
     def play(at):
-        [answer] = engine.train([run.send(moments[at])])
-        run.receive(moments[at], answer)
+        [answer] = engine.train([run.download(moments[at])])
+        run.aggregate(at(moments[at], answer))
         engine.prepare([run.task(moments[at + 1])])
-        return Arriving(answer.loss)
+        return AsyncCopy(answer.loss)
 
     for at in range(2):
         play(at)
@@ -306,10 +305,10 @@ def test_a_whole_round_does_not_wait(folder):
 
 
 def test_a_number_that_was_asked_for_in_time_is_there_before_later_work_is_done():
-    work = torch.rand(8192, 8192, device=DEVICE)
-    number = Arriving(work[0, 0] * 0 + 7)
+    scratch = torch.rand(8192, 8192, device=DEVICE)
+    number = AsyncCopy(scratch[0, 0] * 0 + 7)
     for _ in range(200):
-        work = work @ work
+        scratch = scratch @ scratch
     done = torch.cuda.Event()
     done.record()
     assert number.value().item() == 7

@@ -12,7 +12,7 @@ from fedobp.data.datasets import Dataset
 from fedobp.data.free_memory import require_free_memory
 from fedobp.data.normalization import normalization_constants, normalization_for
 from fedobp.data.partition import Shard
-from fedobp.transfer import send
+from fedobp.transfer import to_device
 
 Split = Literal["train", "val", "test"]
 _SPLITS: tuple[Split, ...] = ("train", "val", "test")
@@ -91,7 +91,7 @@ class FederatedData:
     def ids(self, clients: Tensor, positions: Tensor, split: Split) -> Tensor:
         """Return the sample ids at the clients' positions; `positions` has a leading axis of clients."""
         index = self._index[split]
-        starts = send([index.starts[client] for client in clients.tolist()], positions.device)
+        starts = to_device([index.starts[client] for client in clients.tolist()], positions.device)
         # Positions beyond a client's last sample are padding: any valid id is correct.
         at = starts.reshape(-1, *[1] * (positions.ndim - 1)) + positions
         return index.ids[at.clamp_(max=max(0, len(index.ids) - 1))] if len(index.ids) else torch.zeros_like(positions)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedobp.keys import fold, permutation
-from fedobp.transfer import send
+from fedobp.transfer import to_device
 
 _MAX_INT64 = 2**63 - 1
 SUBSET = _DRAWS = -1  # folded in instead of an epoch: the key of a draw other than a batch order
@@ -64,7 +64,7 @@ def orders(
     if not steps:
         return Orders(torch.zeros(len(n), 0, size, dtype=torch.int64, device=device),
                       torch.zeros(len(n), 0, dtype=torch.int64, device=device))  # fmt: skip
-    samples, batches_per_epoch, epoch_counts = (send(values, device)[:, None] for values in (n, per_epoch, epochs))
+    samples, batches_per_epoch, epoch_counts = (to_device(values, device)[:, None] for values in (n, per_epoch, epochs))
     hashes = fold(keys[:, None], torch.arange(first, first + most_epochs, device=device))
     hashes = fold(hashes[..., None], torch.arange(most_samples, device=device))
     # Padding is sorted last: the sort is stable, so a sample whose hash is the largest int64 still comes before it.

@@ -31,7 +31,7 @@ from fedobp.engine.kernels.tiles import EXACT, Tiles
 from fedobp.engine.sgd import Rule, active
 from fedobp.method import Part
 from fedobp.models import Model
-from fedobp.transfer import send
+from fedobp.transfer import to_device
 
 _BLOCK = 1024
 _LANE_MULTIPLE = 8  # beyond EXACT, numbers of lanes are rounded up to a multiple of this; idle lanes cost little
@@ -125,7 +125,7 @@ class Fused:
         cached = self._buffers(StepConfig(shapes, self._precision, None), lanes, steps, data)
         whole = torch.nn.functional.pad(ids, (0, steps * _TEST_BATCH - most)).view(lanes, steps, _TEST_BATCH)
         starts = torch.arange(0, most, _TEST_BATCH)[:, None]
-        counts = send((torch.tensor(sizes) - starts).clamp(0, _TEST_BATCH), ids.device)
+        counts = to_device((torch.tensor(sizes) - starts).clamp(0, _TEST_BATCH), ids.device)
         self._load(cached, theta, None, whole.transpose(0, 1), counts, [data] * lanes)
         for step in range(steps):
             active_lanes = sum(size > step * _TEST_BATCH for size in sizes)

@@ -34,7 +34,7 @@ from fedobp.method import Client, CohortUpdate, Sweep, Train
 from fedobp.models import Model
 from fedobp.options import Precision
 from fedobp.records import Record, Tensors, mask_unsent
-from fedobp.transfer import send
+from fedobp.transfer import to_device
 
 if TYPE_CHECKING:
     from fedobp.engine.kernels.fused import Fused
@@ -93,7 +93,7 @@ class Lanes:
         cohorts = list(map(len, sizes))
         finite = torch.cat([sums for _, (_, sums, _, _) in runs]).isfinite()
         finite &= ~torch.cat([loss for _, (_, _, loss, _) in runs]).isinf()
-        counts = send([n for cohort in sizes for n in cohort], finite.device).split(cohorts)
+        counts = to_device([n for cohort in sizes for n in cohort], finite.device).split(cohorts)
         updates = (
             CohortUpdate(upload, n, sum(cohort), loss, fine, processed)
             for (_, (upload, _, loss, processed)), cohort, n, fine in zip(
@@ -154,7 +154,7 @@ class Lanes:
             if fused and longest and special is None:
                 positions = torch.arange(longest, device=device).expand(len(rows), -1)
                 ids = data.ids(clients[chosen], positions, split)
-                there = send(chosen, device)
+                there = to_device(chosen, device)
                 found[there, :longest] = fused.labels(theta[there], ids, [sizes[row] for row in rows], data)
                 return
             there = chosen.to(device)
@@ -281,12 +281,12 @@ class Lanes:
         clients, like, cohort = job.clients, job.clients.data.mean, job.ctx.cohort
         keys = _keys(job, purpose)
         loss, processed = like.new_full((len(cohort),), math.nan), 0
-        numbers = send(list(job.hparams.values()), like.device, like.dtype).unbind()
+        numbers = to_device(list(job.hparams.values()), like.device, like.dtype).unbind()
         sizes = [clients.data.size(client, "train") for client in cohort.tolist()]
         # All that is known beforehand goes to the device at once: sizes, ids, no steps, and every training's steps.
         epochs = [item.epochs if isinstance(item, Train) else 0 for item in job.program]
         steps = [[times * batches_of(size, self._batch) for size in sizes] for times in (0, *epochs)]
-        n, who, none, *known = send(torch.tensor([sizes, cohort.tolist(), *steps]), like.device)
+        n, who, none, *known = to_device(torch.tensor([sizes, cohort.tolist(), *steps]), like.device)
         client = Client(
             state=clients.state.gather(cohort.tolist()),
             download=mask_unsent(job.download),

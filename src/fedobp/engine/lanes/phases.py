@@ -12,7 +12,7 @@ from fedobp.engine.protocol import Prepared
 from fedobp.engine.sgd import Rule
 from fedobp.method import Train
 from fedobp.records import Sparse, Tensors
-from fedobp.transfer import send
+from fedobp.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def rule_of(lanes: Sequence[Lane], size: int, special: bool = True) -> Rule:
 
     def numbers(name: Callable[[Train], str]) -> Tensor:
         values = [lane.phase.job.hparams[name(lane.phase.item)] for lane in lanes]
-        return send(values, like.device, like.dtype)[:, None]
+        return to_device(values, like.device, like.dtype)[:, None]
 
     def used(name: str) -> bool:
         return any(lane.phase.job.hparams[name] for lane in lanes)

@@ -22,7 +22,7 @@ from fedobp.engine.sgd import run_steps, training
 from fedobp.engine.stack import Forward
 from fedobp.method import Train
 from fedobp.models import Model
-from fedobp.transfer import send
+from fedobp.transfer import to_device
 
 if TYPE_CHECKING:
     from fedobp.engine.kernels.fused import Fused
@@ -79,7 +79,7 @@ class Trainer:
         def train(some: Sequence[Lane]) -> int:
             rows = [[vectors[lane.index][name][lane.row] for name in lane.phase.item.learn] for lane in some]
             loss, slots = fit(some, rows)
-            loss = loss / send([lane.steps for lane in some], like.device)
+            loss = loss / to_device([lane.steps for lane in some], like.device)
             torch._foreach_copy_([losses[lane.index][lane.row] for lane in some], list(loss.unbind()))
             return slots
 
@@ -120,7 +120,7 @@ class Trainer:
         slots = item.passes * sum(slots for _, slots in done)
         nan = [like.new_full((len(phase.keys),), math.nan) for phase in phases]
         results = [
-            PhaseResult(after, loss, send(taken, like.device), seen)
+            PhaseResult(after, loss, to_device(taken, like.device), seen)
             for after, loss, taken, seen in zip(scratch, nan, steps, processed, strict=True)
         ]
         return results, Counters(sum(map(sum, steps)), slots, sum(processed))
@@ -169,7 +169,7 @@ class Trainer:
                 tensor.record_stream(here)
             return ready
         device = lanes[0].phase.job.clients.data.x.device
-        keys = send(torch.stack([lane.phase.keys[lane.row] for lane in lanes]), device)
+        keys = to_device(torch.stack([lane.phase.keys[lane.row] for lane in lanes]), device)
         epochs = [lane.phase.item.epochs for lane in lanes]
         positions, counts = orders(keys, [lane.n for lane in lanes], epochs, self._batch)
         return ids_of(lanes, positions).transpose(0, 1).contiguous(), counts.t().contiguous()

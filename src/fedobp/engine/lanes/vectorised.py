@@ -25,7 +25,7 @@ from fedobp.method import Batch, Client
 from fedobp.models import Model
 from fedobp.options import Precision
 from fedobp.records import Tensors
-from fedobp.transfer import send
+from fedobp.transfer import to_device
 
 if TYPE_CHECKING:
     from fedobp.engine.kernels.fused import Fused
@@ -120,7 +120,7 @@ class Vectorised:
 
             return step
 
-        per_epoch = send([batches_of(lane.n, self._batch) for lane in lanes], ids.device)
+        per_epoch = to_device([batches_of(lane.n, self._batch) for lane in lanes], ids.device)
         steps = torch.arange(len(ids), device=ids.device)[:, None].expand(-1, len(lanes))
         plan = plan_of(keys_of(lanes), ids, counts, steps, steps // per_epoch, steps % per_epoch)
         moving = {"learned": learned, "loss": learned[first].new_zeros(len(lanes))}
@@ -171,7 +171,7 @@ class Vectorised:
             return step
 
         alive, epochs, slots = torch.ones(len(lanes), dtype=torch.bool, device=device), [0] * len(lanes), 0
-        rows = send([lane.steps for lane in lanes], device)
+        rows = to_device([lane.steps for lane in lanes], device)
         # Where nobody is asked whether to go on, all epochs are one plan.
         at_once = item.epochs if item.more is None else 1
         for first in range(0, item.epochs, at_once):
@@ -204,7 +204,9 @@ class Vectorised:
 
 def keys_of(lanes: Sequence[Lane]) -> Tensor:
     """Return the lanes' keys, on their device."""
-    return send(torch.stack([lane.phase.keys[lane.row] for lane in lanes]), lanes[0].phase.job.clients.data.x.device)
+    return to_device(
+        torch.stack([lane.phase.keys[lane.row] for lane in lanes]), lanes[0].phase.job.clients.data.x.device
+    )
 
 
 def plan_of(keys: Tensor, ids: Tensor, counts: Tensor, step: Tensor, epoch: Tensor, batch: Tensor) -> Tensors:
@@ -231,6 +233,6 @@ def ids_of(lanes: Sequence[Lane], positions: Tensor) -> Tensor:
     for data in dict.fromkeys(lane.phase.job.clients.data for lane in lanes):
         rows = [at for at, lane in enumerate(lanes) if lane.phase.job.clients.data is data]
         who = torch.tensor([lanes[at].client for at in rows])
-        where = send(rows, positions.device)
+        where = to_device(rows, positions.device)
         ids[where] = data.ids(who, positions[where], "train")
     return ids
