@@ -25,10 +25,10 @@ from lanes_cases import (
     Plan,
     agree,
     federated,
-    made,
-    played,
+    make_model,
+    run_rounds,
     same,
-    task,
+    make_job,
 )
 
 from fedobp import Config, Federation, FedobpError, sweep
@@ -52,46 +52,46 @@ RAGGED = {
 MIXED = [
     Plan(),
     Plan(hparams={"lr": 0.02, "momentum": 0.5}, seed=6),
-    Plan(hparams=FAST, deal=1, cohort=(5, 0, 3)),
+    Plan(hparams=FAST, partition=1, cohort=(5, 0, 3)),
     Plan(cohort=(4,), epochs=3),
     Plan("mask", {"lr": 0.3}, cohort=(1,), epochs=3),
     Plan("everything", FAST),
-    Plan("everything", {"mu": 0.9}, seed=8, cohort=(4, 1), deal=1, epochs=1),
+    Plan("everything", {"mu": 0.9}, seed=8, cohort=(4, 1), partition=1, epochs=1),
     Plan("two phases", epochs=1),
-    Plan("plain, then loss", {"momentum": 0.5}, deal=1),
+    Plan("plain, then loss", {"momentum": 0.5}, partition=1),
 ]
 
 
 def compare(model, plans, engine=None, **options):
     """Play the same on the card, in lanes, and on the CPU, one by one."""
-    ours = played(engine or Lanes(model, BATCH), model, plans, device=DEVICE, **options)
-    agree(ours, played(Serial(model, BATCH), model, plans, **options))
+    ours = run_rounds(engine or Lanes(model, BATCH), model, plans, device=DEVICE, **options)
+    agree(ours, run_rounds(Serial(model, BATCH), model, plans, **options))
 
 
 # Lanes on the card against the oracle.
 
 
-@pytest.mark.parametrize("hp", [{}, FAST], ids=["plain", "momentum and decay"])
+@pytest.mark.parametrize("hparams", [{}, FAST], ids=["plain", "momentum and decay"])
 @pytest.mark.parametrize("phases", PHASES)
 def test_every_kind_of_phase_equals_the_oracle(phases, hparams):
-    compare(made("mlp"), [Plan(phases, hparams)])
+    compare(make_model("mlp"), [Plan(phases, hparams)])
 
 
 @pytest.mark.parametrize("phases", ["plain", "all but a loss", "everything"])
 @pytest.mark.parametrize("name", ["cnn-small", *(name for name in NETWORKS if name != "normed")])
 def test_every_kind_of_network_equals_the_oracle(name, phases):
-    compare(made(name), [Plan(phases, FAST)])
+    compare(make_model(name), [Plan(phases, FAST)])
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn-small"])
 def test_runs_side_by_side_equal_the_oracle(name):
-    compare(made(name), MIXED)
+    compare(make_model(name), MIXED)
 
 
-@pytest.mark.parametrize("hp", [{}, FAST], ids=["plain", "momentum and decay"])
+@pytest.mark.parametrize("hparams", [{}, FAST], ids=["plain", "momentum and decay"])
 @pytest.mark.parametrize("phases", ["plain", "pull", "everything"])
 def test_graphs_serve_rounds_of_more_and_fewer_lanes_and_steps(phases, hparams):
-    model = made("mlp")
+    model = make_model("mlp")
     engine = Lanes(model, BATCH)
     compare(model, [Plan(phases, hparams)], engine, rounds=CHANGES)
     compare(model, [Plan(phases, hparams), Plan(phases, FAST, seed=9)], engine, rounds=CHANGES[::-1])
@@ -99,12 +99,12 @@ def test_graphs_serve_rounds_of_more_and_fewer_lanes_and_steps(phases, hparams):
 
 @pytest.mark.parametrize("memory", [1.0, 3e6])
 def test_a_small_memory_splits_the_lanes_and_changes_nothing(memory):
-    model = made("mlp")
+    model = make_model("mlp")
     compare(model, MIXED, Lanes(model, BATCH, memory=memory))
 
 
 def test_what_is_prepared_for_the_next_round_is_used_and_changes_nothing():
-    model, rounds = made("mlp"), 3
+    model, rounds = make_model("mlp"), 3
     theta, ends = model.initial(3).double(), []
     for engine, device, prepares in (
         (Lanes(model, BATCH), DEVICE, True),
@@ -115,11 +115,11 @@ def test_what_is_prepared_for_the_next_round_is_used_and_changes_nothing():
         own = {"theta": start.flip(0), "visits": torch.zeros((), dtype=torch.int64, device=device)}
         clients = [ClientPool(federated(device), own, start, seed, Budget()) for seed in (5, 6)]
         for round in range(1, rounds + 1):
-            engine.train([task(Plan(hparams=FAST), one, start, round) for one in clients])
+            engine.train([make_job(Plan(hparams=FAST), one, start, round) for one in clients])
             if prepares:
                 # The second run's epochs change after all: what was prepared for it must not be used.
                 plans = Plan(hparams=FAST), Plan(hparams=FAST, epochs=1)
-                coming = [task(plan, one, start, round + 1) for plan, one in zip(plans, clients, strict=True)]
+                coming = [make_job(plan, one, start, round + 1) for plan, one in zip(plans, clients, strict=True)]
                 engine.prepare([replace(one, download={}) for one in coming])
         ends.append(torch.stack([one.state.gather(range(CLIENTS))["theta"].cpu() for one in clients]))
     assert torch.equal(ends[0], ends[1])
@@ -128,24 +128,24 @@ def test_what_is_prepared_for_the_next_round_is_used_and_changes_nothing():
 
 @pytest.mark.parametrize("phases", ["plain", "everything"])
 def test_only_the_lane_that_diverges_is_not_finite(phases):
-    model, once = made("cnn-small"), ({},)
+    model, once = make_model("cnn-small"), ({},)
     calm, wild = Plan(phases, FAST), Plan(phases, {**FAST, "lr": 1e200, "slow": 1e200}, cohort=(0, 3, 4))
     engine = Lanes(model, BATCH)
     for _ in range(2):  # the second time in buffers that hold what is left of the first
-        found = played(engine, model, [calm, wild], device=DEVICE, rounds=once)
-        agree(found[:1], played(Serial(model, BATCH), model, [calm], rounds=once))
+        found = run_rounds(engine, model, [calm, wild], device=DEVICE, rounds=once)
+        agree(found[:1], run_rounds(Serial(model, BATCH), model, [calm], rounds=once))
         assert found[1]["finite"].tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("split", ["train", "val", "test"])
 @pytest.mark.parametrize("name", ["mlp", "cnn-small", "residual"])
 def test_serving_and_predictions_are_the_oracles(name, split):
-    model = made(name)
+    model = make_model(name)
     theta, served, labels = model.initial(3).double(), [], []
     for engine, device in ((Lanes(model, BATCH), DEVICE), (Serial(model, BATCH), "cpu")):
         start = theta.to(device)
         own = {"theta": start.flip(0), "visits": torch.zeros((), dtype=torch.int64, device=device)}
-        ctx = task(Plan(hparams=FAST), ClientPool(federated(device), own, start, 5, Budget()), start)
+        ctx = make_job(Plan(hparams=FAST), ClientPool(federated(device), own, start, 5, Budget()), start)
         served.append(engine.personalize(ctx))
         labels.append(engine.predict(ctx, served[-1]["theta"], split))
     agree(served[:1], served[1:])
@@ -219,9 +219,9 @@ def test_the_same_bytes_twice(method, tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 @pytest.mark.parametrize("name", ["mlp", "cnn-small"])
 def test_the_same_bits_twice_in_every_precision(name, precision):
-    model = made(name)
+    model = make_model(name)
     first, second = (
-        played(Lanes(model, BATCH, precision), model, MIXED, device=DEVICE, dtype=torch.float32) for _ in range(2)
+        run_rounds(Lanes(model, BATCH, precision), model, MIXED, device=DEVICE, dtype=torch.float32) for _ in range(2)
     )
     agree(first, second, atol=0)
 
@@ -234,14 +234,14 @@ def test_the_same_bits_twice_in_every_precision(name, precision):
 @pytest.mark.parametrize("phases", ["plain", "everything"])
 @pytest.mark.parametrize("name", ["mlp", "cnn-small"])
 def test_other_precisions_are_near_float64_after_a_few_steps(name, phases, engine, precision, share, atol):
-    model, plan, once = made(name), Plan(phases), ({},)
-    [start] = played(Serial(model, BATCH), model, [replace(plan, epochs=0)], rounds=once)
-    [exact] = played(Serial(model, BATCH), model, [plan], rounds=once)
-    [found] = played(engine(model, BATCH, precision), model, [plan], device=DEVICE, dtype=torch.float32, rounds=once)
-    assert found["up theta"].dtype == found["loss"].dtype == torch.float32
-    theta, loss = (found[entry].cpu().double() for entry in ("up theta", "loss"))
-    change = (exact["up theta"] - start["up theta"]).norm(dim=1)
-    wrong = (theta - exact["up theta"]).norm(dim=1)
+    model, plan, once = make_model(name), Plan(phases), ({},)
+    [start] = run_rounds(Serial(model, BATCH), model, [replace(plan, epochs=0)], rounds=once)
+    [exact] = run_rounds(Serial(model, BATCH), model, [plan], rounds=once)
+    [found] = run_rounds(engine(model, BATCH, precision), model, [plan], device=DEVICE, dtype=torch.float32, rounds=once)
+    assert found["upload theta"].dtype == found["loss"].dtype == torch.float32
+    theta, loss = (found[entry].cpu().double() for entry in ("upload theta", "loss"))
+    change = (exact["upload theta"] - start["upload theta"]).norm(dim=1)
+    wrong = (theta - exact["upload theta"]).norm(dim=1)
     assert (wrong <= share * change + 1e-6).all(), (wrong, change)
     torch.testing.assert_close(loss, exact["loss"], rtol=0, atol=atol, equal_nan=True)
 
@@ -278,14 +278,14 @@ def test_waiting_would_be_noticed():
 @pytest.mark.parametrize("phases", ["plain", "all but a loss", "everything", "plain, then loss"])
 @pytest.mark.parametrize("name", ["mlp", "cnn-small"])
 def test_training_does_not_wait_once_its_graphs_are_made(name, phases):
-    model = made(name)
+    model = make_model(name)
     engine, start = Lanes(model, BATCH), model.initial(3).to(DEVICE)
     own = {"theta": start.flip(0), "visits": torch.zeros((), dtype=torch.int64, device=DEVICE)}
     clients = [ClientPool(federated(DEVICE, torch.float32), own, start, seed, Budget()) for seed in (5, 6)]
     plans = Plan(phases), Plan(phases, FAST)
 
     def tasks(round):
-        return [task(plan, one, start, round) for plan, one in zip(plans, clients, strict=True)]
+        return [make_job(plan, one, start, round) for plan, one in zip(plans, clients, strict=True)]
 
     for round in (1, 2):
         engine.train(tasks(round))
@@ -301,7 +301,7 @@ def test_training_does_not_wait_once_its_graphs_are_made(name, phases):
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in ("fedala", "fedpac")])
 def test_a_whole_round_does_not_wait(method):
     """Send, train, receive and keep, with the next round's order beside it; evaluation may wait."""
-    model, data = made("cnn-small"), federated(DEVICE, torch.float32)
+    model, data = make_model("cnn-small"), federated(DEVICE, torch.float32)
     chosen = METHODS[method].configure({"q": 0.9, "ema": 0.5} if method == "fedobp" else {})
     theta = model.initial(3).to(DEVICE)
     start = chosen.init(model, theta, 0)
