@@ -26,7 +26,7 @@ from fedobp.engine.stack import Grouped, stacked
 from fedobp.errors import FedobpError
 from fedobp.evaluation import Evaluator
 from fedobp.federation import Federation, assign
-from fedobp.launch import RunPlan, Simulation, batch_size_for, engine_for, memory_for, simulate
+from fedobp.launch import Simulation, batch_size_for, engine_for, memory_for, simulate
 from fedobp.method import Method, RoundContext
 from fedobp.models import Model
 from fedobp.options import Precision
@@ -325,7 +325,7 @@ class _Session:
         budget = Budget(memory_for(self._config, "store"))
         # No round is evaluated here: that is measured by itself.
         silent = [replace(one, rounds=_NEVER, eval_every=_NEVER) for one in self._configs]
-        plans = [RunPlan(self._federation, one, self._method) for one in silent]
+        plans = [self._federation.plan(one, self._method) for one in silent]
         trials = [simulate(plan, engine, budget) for plan in plans]
         order = self._typical()
 

@@ -105,6 +105,10 @@ class Federation:
         device, dtype = torch.device(config.device), dtype_of(config.precision)
         return FederatedData(dataset, shards, device, dtype, config.normalize), partition_hash(dataset, shards)
 
+    def plan(self, config: Config, method: Method, out: Path | None = None) -> RunPlan:
+        """Return the plan of a run on these clients; `config` is resolved."""
+        return RunPlan(config, method, self.model, self.data, self.partition, out)
+
     def run(
         self,
         method: str | None = None,
@@ -122,7 +126,7 @@ class Federation:
             kept = config.options if method in (None, config.method) else {}
             config = replace(config, method=method or config.method, options={**kept, **options})
             config, configured = with_method(config)
-        plan = RunPlan(self, config, configured, None if out is None else _folder(out))
+        plan = self.plan(config, configured, None if out is None else _folder(out))
         [result] = train_side_by_side([plan], progress or (lambda _: None))
         if isinstance(result, BaseException):
             raise result
@@ -265,7 +269,7 @@ def sweep(
                 failures[run] = made
             else:
                 federation = made
-                plans[run] = RunPlan(made, config, plan.methods[run], folders[run] if folders else None)
+                plans[run] = made.plan(config, plan.methods[run], folders[run] if folders else None)
 
         def report(at: Progress, runs: Sequence[int] = tuple(plans)) -> None:
             if progress:

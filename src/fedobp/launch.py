@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from traceback import clear_frames
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -34,9 +34,6 @@ from fedobp.models import Model
 from fedobp.result import Result
 from fedobp.run import Run, open_folder
 
-if TYPE_CHECKING:
-    from fedobp.federation import Federation
-
 T = TypeVar("T")
 Round = Generator[ClientJob, CohortUpdate, None]
 
@@ -53,12 +50,14 @@ class Progress:
 
 
 class RunPlan(NamedTuple):
-    """A run that is to be trained on a federation; `config` is resolved, and `out` is its folder."""
+    """A run that is to be trained: resolved settings, the method with its options, and the federation's clients."""
 
-    federation: "Federation"
     config: Config
     method: Method
-    out: Path | None = None
+    model: Model
+    data: FederatedData
+    partition: str  # its hash
+    out: Path | None = None  # the run's folder
 
 
 class Simulation(NamedTuple):
@@ -149,8 +148,7 @@ def simulate(
     plan: RunPlan, engine: Engine, budget: Budget, keep_models: bool = True, launch: Sequence[Config] = ()
 ) -> Simulation:
     """Return a run with its clients, before round 1."""
-    federation, config, method, out = plan
-    model, data = federation.model, federation.data
+    config, method, model, data, partition, out = plan
     theta = model.initial(config.seed).to(data.x.device, data.dtype)
     initial = method.init(model, theta, config.seed)
     keeps = method.keeps_last_model
@@ -164,8 +162,8 @@ def simulate(
         evaluator,
         budget,
         global_gradient=partial(global_gradient, model, data, config.precision),
-        folder=open_folder(out, config, federation.partition, launch) if out else None,
-        partition=federation.partition,
+        folder=open_folder(out, config, partition, launch) if out else None,
+        partition=partition,
         metadata={"method": config.method, "model": config.model, **data.metadata()},
         keep_models=keep_models,
         launch=launch,
@@ -227,8 +225,8 @@ def train_side_by_side(
         return []
     last = time.perf_counter()
     first, configs = plans[0], [plan.config for plan in plans]
-    batch = batch_size_for(first.config, [plan.federation.data for plan in plans])
-    engine = engine_for(first.config, first.federation.model, batch)
+    batch = batch_size_for(first.config, [plan.data for plan in plans])
+    engine = engine_for(first.config, first.model, batch)
     budget, launch = Budget(memory_for(first.config, "store")), _Launch(plans)
     for at, plan in enumerate(plans):
         if one := launch.attempt(at, partial(simulate, plan, engine, budget, keep_models, configs)):
