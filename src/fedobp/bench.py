@@ -251,7 +251,7 @@ class _Session:
         found: dict[EngineName, tuple[_Measured, float]] = {}
         names: tuple[EngineName, ...] = ("lanes", "serial")
         for name in names:
-            # Again each time: where a machine is shared, its best moment may come later.
+            # Measured before each engine: on a shared machine the best rate may come later.
             self._tell("matrix product")
             best = max(best, peak(self._device, config.precision, max(0.2, _PEAK * self._seconds)))
             engine = engine_for(replace(config, engine=name), self._model)
