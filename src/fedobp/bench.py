@@ -24,7 +24,7 @@ from fedobp.engine.cost import cost
 from fedobp.engine.precision import deterministic
 from fedobp.engine.stack import Grouped, stacked
 from fedobp.errors import FedobpError
-from fedobp.evaluation import Evaluator
+from fedobp.evaluation import Evaluator, ServerView
 from fedobp.federation import Federation, assign
 from fedobp.launch import Simulation, batch_size_for, engine_for, memory_for, simulate
 from fedobp.method import Method, RoundContext
@@ -117,10 +117,12 @@ def evaluate(engine: Engine, config: Config, method: Method, model: Model, data:
     rates = {"lr": config.lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
     begun = clock(data.x.device)
     evaluator(
-        lambda clients: RoundContext(model, 1, config.rounds, config.clients, 1, clients, config.seed),
-        initial.server,
-        Store(initial.record, config.clients, Budget()),
-        {**rates, **method.hparams()},
+        ServerView(
+            lambda clients: RoundContext(model, 1, config.rounds, config.clients, 1, clients, config.seed),
+            initial.server,
+            Store(initial.record, config.clients, Budget()),
+            {**rates, **method.hparams()},
+        ),
         everything=False,
     )
     return clock(data.x.device) - begun
