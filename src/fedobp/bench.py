@@ -24,9 +24,9 @@ from fedobp.engine.cost import cost
 from fedobp.engine.precision import deterministic
 from fedobp.engine.stack import Grouped, stacked
 from fedobp.errors import FedobpError
-from fedobp.evaluation import Evaluator
+from fedobp.evaluation import Evaluator, ServerView
 from fedobp.federation import Federation, assign
-from fedobp.launch import RunPlan, Simulation, batch_size_for, engine_for, memory_for, simulate
+from fedobp.launch import Simulation, batch_size_for, engine_for, memory_for, simulate
 from fedobp.method import Method, RoundContext
 from fedobp.models import Model
 from fedobp.options import Precision
@@ -117,10 +117,12 @@ def evaluate(engine: Engine, config: Config, method: Method, model: Model, data:
     rates = {"lr": config.lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
     begun = clock(data.x.device)
     evaluator(
-        lambda clients: RoundContext(model, 1, config.rounds, config.clients, 1, clients, config.seed),
-        initial.server,
-        Store(initial.record, config.clients, Budget()),
-        {**rates, **method.hparams()},
+        ServerView(
+            lambda clients: RoundContext(model, 1, config.rounds, config.clients, 1, clients, config.seed),
+            initial.server,
+            Store(initial.record, config.clients, Budget()),
+            {**rates, **method.hparams()},
+        ),
         everything=False,
     )
     return clock(data.x.device) - begun
@@ -251,7 +253,7 @@ class _Session:
         found: dict[EngineName, tuple[_Measured, float]] = {}
         names: tuple[EngineName, ...] = ("lanes", "serial")
         for name in names:
-            # Again each time: where a machine is shared, its best moment may come later.
+            # Measured before each engine: on a shared machine the best rate may come later.
             self._tell("matrix product")
             best = max(best, peak(self._device, config.precision, max(0.2, _PEAK * self._seconds)))
             engine = engine_for(replace(config, engine=name), self._model)
@@ -325,7 +327,7 @@ class _Session:
         budget = Budget(memory_for(self._config, "store"))
         # No round is evaluated here: that is measured by itself.
         silent = [replace(one, rounds=_NEVER, eval_every=_NEVER) for one in self._configs]
-        plans = [RunPlan(self._federation, one, self._method) for one in silent]
+        plans = [self._federation.plan(one, self._method) for one in silent]
         trials = [simulate(plan, engine, budget) for plan in plans]
         order = self._typical()
 

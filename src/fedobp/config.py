@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from fedobp.errors import FedobpError, short, unknown
-from fedobp.options import LARGEST, Option, Precision
+from fedobp.options import LARGEST, Option, Precision, broken_bound
 
 _LONGEST = 2**20  # bytes of a configuration file
 # Settings that are tables of options, and those that a partition is made with.
@@ -237,16 +237,8 @@ def check_setting(spec: Field[Any], value: Any) -> Any:
             raise FedobpError(f"{flag(spec.name)} must be a {noun}, not '{short(value)}'")
         bounds = dict(spec.metadata["bounds"])
         bounds.setdefault("high", 2**31 - 1 if spec.type is int else LARGEST)
-        broken = {
-            "low": lambda bound: value < bound,
-            "above": lambda bound: value <= bound,
-            "high": lambda bound: value > bound,
-            "below": lambda bound: value >= bound,
-        }
-        words = {"low": "at least", "above": "above", "high": "at most", "below": "below"}
-        for name, bound in bounds.items():
-            if broken[name](bound):
-                raise FedobpError(f"{flag(spec.name)} must be {words[name]} {bound}")
+        if bound := broken_bound(value, **bounds):
+            raise FedobpError(f"{flag(spec.name)} must be {bound}")
         return spec.type(value)
     if not isinstance(value, str):
         raise FedobpError(f"{flag(spec.name)} must be a text, not '{short(value)}'")

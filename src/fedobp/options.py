@@ -44,10 +44,24 @@ class Options:
                 if not known:
                     raise FedobpError(f"{cls.kind} '{cls.name}' has no options, so '{short(name)}' cannot be set")
                 raise unknown(f"option of {cls.name}", name, known)
-        return cls(**{name: _checked(cls.name, known[name], value) for name, value in given.items()})
+        return cls(**{name: _check_option(cls.name, known[name], value) for name, value in given.items()})
 
 
-def _checked(owner: str, spec: Field[Any], value: Option) -> Option:
+def broken_bound(
+    value: float, *, low: float | None = None, above: float | None = None, high: float | None = None,
+    below: float | None = None,
+) -> str | None:  # fmt: skip
+    """Return the bound that a number breaks, in words; `low` and `high` are allowed, `above` and `below` are not."""
+    if low is not None and value < low:
+        return f"at least {low}"
+    if above is not None and value <= above:
+        return f"above {above}"
+    if high is not None and value > high:
+        return f"at most {high}"
+    return f"below {below}" if below is not None and value >= below else None
+
+
+def _check_option(owner: str, spec: Field[Any], value: Option) -> Option:
     """Return an option's value in its field's type, or say what it should be."""
     where, meta, kind = f"option '{spec.name}' of {owner}", spec.metadata, int if spec.type is int else float
     if meta["choices"]:
@@ -64,8 +78,7 @@ def _checked(owner: str, spec: Field[Any], value: Option) -> Option:
     low, high = meta["low"], meta["high"]
     most = high if high is not None else _MOST if kind is int else LARGEST
     least = low if low is not None else -LARGEST
-    if not least <= number <= most:
-        bound = f"at least {least}" if number < least else f"at most {most}"
+    if bound := broken_bound(number, low=least, high=most):
         span = f"between {low} and {high}" if kind is float and high is not None else bound
         raise FedobpError(f"{where} must be {span}, not {short(value)}")
     return number

@@ -1,4 +1,4 @@
-"""What a run's settings come to once its dataset is read: every default decided, every name checked."""
+"""Resolves settings once the dataset is read: every default is decided, every name checked."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -52,7 +52,7 @@ def resolve(config: Config, dataset: Dataset) -> tuple[Config, Method]:
     )
     if config.trainers < 1:
         raise FedobpError(
-            f"--holdout-clients {config.holdout_clients} leaves nobody of {config.clients} clients to train: hold out "
+            f"--holdout-clients {config.holdout_clients} leaves none of {config.clients} clients to train: hold out "
             "fewer"
         )
     protocol(config.protocol, config.rounds)
@@ -138,7 +138,7 @@ def _model_for(shape: tuple[int, ...]) -> str:
 def _path(name: str, given: str) -> Path:
     try:
         return Path(given).expanduser().absolute()
-    except RuntimeError as error:  # the home folder of nobody
+    except RuntimeError as error:  # no such user
         raise FedobpError(f"{flag(name)} {short(given)} has no home folder: write its whole path") from error
 
 
