@@ -41,19 +41,19 @@ def networks():
 # By hand.
 
 
-def merged(method, fisher, state, received, seen=True):
+def merged(method, fisher, last, received, seen=True):
     model = Model("tiny-dpa", (1,), 2)
     client = Client(
-        state={"theta": state, "seen": torch.tensor(seen)},
+        state={"theta": last, "seen": torch.tensor(seen)},
         download={},
-        scratch={"fisher": fisher, "last": state, "received": received},
+        scratch={"fisher": fisher, "last": last, "received": received},
         upload={},
         hparams={"threshold": torch.tensor(method.threshold)},
     )
     return method._merge(model, client)
 
 
-OWN, RECEIVED = vector(1, 2, 3, 4), vector(10, 20, 30, 40)
+LAST, RECEIVED = vector(1, 2, 3, 4), vector(10, 20, 30, 40)
 
 
 @pytest.mark.essential
@@ -69,7 +69,7 @@ OWN, RECEIVED = vector(1, 2, 3, 4), vector(10, 20, 30, 40)
     ],
 )
 def test_the_merge_by_hand(options, fisher, expected):
-    after = merged(METHOD(**options), fisher, OWN, RECEIVED)
+    after = merged(METHOD(**options), fisher, LAST, RECEIVED)
     assert after.theta.tolist() == expected
     mine = [value < 10 for value in expected]
     assert after.scratch["mine"].tolist() == after.scratch["personal"].tolist() == mine

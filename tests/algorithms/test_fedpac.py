@@ -197,7 +197,7 @@ def test_runs_equal_a_plain_loop(rates):
             data = (batches(federation, client, round, phase, epochs) for phase, epochs in ((3, 1), (4, 2)))
             model = [*base, *heads[client]]
             model = sgd(federation, model, network_loss, next(data), lr=0.05, moving=[False, False, True, True])
-            loss = aligned if round > 1 else network_loss
+            loss = alignment_loss if round > 1 else network_loss
             model = sgd(federation, model, loss, next(data), moving=[True, True, False, False])
             models.append(model)
             protos.append(means(hidden(model, x), y))
@@ -210,8 +210,8 @@ def test_runs_equal_a_plain_loop(rates):
         }
         h, v = zip(*found, strict=True)
         for i, client in enumerate(cohort):
-            far = torch.stack([(h[i] - other).flatten() for other in h])
-            a = best_of_all_supports(torch.stack(v).diag() + far @ far.T)
+            differences = torch.stack([(h[i] - other).flatten() for other in h])
+            a = best_of_all_supports(torch.stack(v).diag() + differences @ differences.T)
             heads[client] = [sum(w * one[k] for w, one in zip(a, models, strict=True)) for k in (2, 3)]
     assert not heads[1][0].equal(heads[3][0])
     size, features = sum(SIZES), 8

@@ -75,8 +75,8 @@ def test_four_rounds_by_hand(model):
     assert list(server) == ["theta"]
     assert not any(state["seen"] for state in states)
     # Round 2: the initial model of all clients is that of the warm-up; there are no weights by samples.
-    turn = vector(10, 0, 0, 0, -1, 1, 1, 1)  # the second row turns from (1, 0) to (0, 1)
-    steps = turn, vector(-10, 0, 0, 0, 0, 0, 0, 0)
+    rotation = vector(10, 0, 0, 0, -1, 1, 1, 1)  # the second row turns from (1, 0) to (0, 1)
+    steps = rotation, vector(-10, 0, 0, 0, 0, 0, 0, 0)
     server, sent = play_round(context(2, 0, 1, model=model), server, states, *steps)
     assert sent.tolist() == [start, start]
     models = [[12, 4, 1, 0, 0, 1, 8, 8], [-8, 4, 1, 0, 1, 0, 7, 7], start]
