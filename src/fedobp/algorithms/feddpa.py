@@ -96,7 +96,7 @@ class FedDPA(SequentialAsPublished, FedAvg):
         0.4, "scaled information above which an entry is personal, the authors'; a quantile as-published", low=0, high=1
     )
     near: float = fl.option(0.1, "lambda_1, weight of the distance in the personal phase; the authors'", low=0)
-    level: float = fl.option(0.05, "lambda_2, weight of distance minus bound in the shared phase; the authors'", low=0)
+    level: float = fl.option(0.05, "lambda_2, weight of |distance - bound| in the shared phase; the authors'", low=0)
     bound: float = fl.option(0.5, "C, the desired distance from the global model; the authors'", low=0)
     mode: str = fl.mode_option("two phases and each client's Fisher information, or one and the previous client's")
 

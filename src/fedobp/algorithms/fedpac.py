@@ -53,7 +53,7 @@ def class_means(client: fl.Client) -> Tensor:
 
 
 def measure(model: fl.Model, client: fl.Client) -> fl.Client:
-    """Upload the statistics of the received base's features for the combination of heads; set targets for them.
+    """Upload statistics of the received base's features for the combination of heads; set the targets of the alignment.
 
     h_c = p_c mu_c, and v = (E|z|^2 - sum_c |h_c|^2) / n. Targets are the global prototypes, and the client's class
     means where there is no global prototype.

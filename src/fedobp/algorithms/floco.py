@@ -24,8 +24,8 @@ from torch.nn import functional
 from fedobp import method as fl
 from fedobp.keys import NO_CLIENT, Purpose, fold, normal, uniform
 
-# Relative difference below which values tie, above the rounding error. Two clients at one point have an energy of 1e8,
-# beside which the energy of other pairs still counts.
+# Relative difference up to which values tie: above the rounding error, and so small that beside two clients at one
+# point, whose energy is 1e8, the energy of other pairs still counts.
 _TIE = 1e-12
 
 
