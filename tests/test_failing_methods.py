@@ -1,4 +1,4 @@
-"""A method that fails in any of its functions ends its own runs; the others are as if it were not there."""
+"""A method that fails in any of its functions ends its own runs only; other runs are the same as without it."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -6,19 +6,18 @@ from typing import ClassVar
 
 import pytest
 import torch
-from contexts import with_model
 from lanes_cases import same
 
 from fedobp import Config, Federation, FedobpError, SweepError, sweep
 from fedobp.algorithms import METHODS
 from fedobp.algorithms.fedavg import FedAvg, take_global, upload_model
 from fedobp.errors import Stopped
-from fedobp.method import CohortUpdate, Sparse, Sweep, Train, option
+from fedobp.method import Sparse, Sweep, Train, option
 
 TINY = {"clients": 6, "rounds": 2, "participation": 0.5, "epochs": 1, "model": "mlp", "save_models": "none"}
 
 
-class Unspeakable(Exception):
+class Unprintable(Exception):
     def __str__(self):
         raise RuntimeError
 
@@ -35,7 +34,7 @@ def endless(*given):
     return endless(*given)
 
 
-def none_of_it(model, client):
+def return_none(model, client):
     return None
 
 
@@ -58,12 +57,15 @@ class Unhashable:
         return torch.zeros(())
 
 
-PLACES = ["begin", "turns", "no turns", "nothing", "send", "receive", "serve", "predict", "nan", "wrong server"]
+PLACES = [
+    "init", "cohorts", "no cohorts", "no program", "download", "aggregate", "personalize", "predict", "nan",
+    "wrong server",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Boom(FedAvg):
-    """FedAvg that fails where it is told to."""
+    """FedAvg that fails in a given function."""
 
     name: ClassVar[str] = "boom"
     summary: ClassVar[str] = "fails"
@@ -75,39 +77,39 @@ class Boom(FedAvg):
     def predict(self):
         return fail if self.where == "predict" else None
 
-    def turns(self, round, rounds):
-        return fail() if self.where == "turns" else () if self.where == "no turns" else ("cohort",)
+    def cohorts(self, round, rounds):
+        return fail() if self.where == "cohorts" else () if self.where == "no cohorts" else ("sampled",)
 
     def init(self, model, theta, seed):
-        return leave() if self.where == "begin" else super().init(model, theta, seed)
+        return leave() if self.where == "init" else super().init(model, theta, seed)
 
-    def download(self, model, ctx, server, records):
-        if self.where == "send" and ctx.round == 2:
-            raise Unspeakable
-        return super().download(with_model(model, ctx), server, records)
+    def download(self, ctx, server, records):
+        if self.where == "download" and ctx.round == 2:
+            raise Unprintable
+        return super().download(ctx, server, records)
 
-    def client_update(self, model, ctx):
-        if self.where == "nothing":
+    def client_update(self, ctx):
+        if self.where == "no program":
             return None
-        return PROGRAMS[self.program] if self.program < len(PROGRAMS) else super().client_update(with_model(model, ctx))
+        return PROGRAMS[self.program] if self.program < len(PROGRAMS) else super().client_update(ctx)
 
-    def aggregate(self, model, ctx, server, records, up, n):
-        if self.where == "receive":
+    def aggregate(self, ctx, server, records, update):
+        if self.where == "aggregate":
             endless()
-        found, records = super().aggregate(with_model(model, ctx), server, records, CohortUpdate(up, n))
+        found, records = super().aggregate(ctx, server, records, update)
         if self.where == "nan":
             return {"theta": found["theta"] * torch.nan}, records
         return {"theta": found["theta"][1:] if self.where == "wrong server" else found["theta"]}, records
 
-    def personalize(self, model, ctx):
-        return [take_global, fail] if self.where == "serve" else super().personalize(with_model(model, ctx))
+    def personalize(self, ctx):
+        return [take_global, fail] if self.where == "personalize" else super().personalize(ctx)
 
 
 TRAIN = Train(1)
 PROGRAMS = [
     [fail],
     [take_global, leave, TRAIN, upload_model],
-    [take_global, none_of_it],
+    [take_global, return_none],
     [take_global, short, TRAIN, upload_model],
     [take_global, Train(1, learn=("nothing",)), upload_model],
     [take_global, Train(1, mask="nothing"), upload_model],
@@ -129,7 +131,7 @@ PROGRAMS = [
 CASES = [
     *(("lanes", {"where": place}) for place in PLACES),
     *(("lanes", {"program": at}) for at in range(len(PROGRAMS) - 1)),
-    *(("serial", {"where": place}) for place in ("begin", "send", "wrong server")),
+    *(("serial", {"where": place}) for place in ("init", "download", "wrong server")),
     *(("serial", {"program": at}) for at in (0, 3, 7)),
 ]
 
@@ -140,7 +142,7 @@ def boom(monkeypatch):
 
 
 def expected(**given):
-    """The other runs, without the one that fails."""
+    """Return the results of the other runs without the one that fails."""
     return sweep([Config(**TINY, **given, method="fedavg"), Config(**TINY, **given, method="fedper")])
 
 
@@ -151,7 +153,7 @@ def others():
 
 @pytest.mark.usefixtures("boom")
 @pytest.mark.parametrize(("engine", "options"), CASES, ids=str)
-def test_whatever_fails_ends_alone(options, engine, others, tmp_path):
+def test_a_method_that_fails_ends_its_own_run_only(options, engine, others, tmp_path):
     given = {**TINY, "precision": "fp64", "engine": engine}
     configs = [Config(**given, method="fedavg"), Config(**given, method="boom", options=options),
                Config(**given, method="fedper")]  # fmt: skip
@@ -167,13 +169,13 @@ def test_whatever_fails_ends_alone(options, engine, others, tmp_path):
     [failure] = caught.value.failed
     assert (failure.method, failure.seed) == ("boom", 42)
     assert "\n" not in failure.error
-    if options not in ({"where": "nan"}, {"where": "no turns"}):  # errors of our own
+    if options not in ({"where": "nan"}, {"where": "no cohorts"}):  # which the package itself reports
         assert f"(method 'boom', {__file__}:" in failure.error
 
 
 @pytest.mark.usefixtures("boom")
-@pytest.mark.parametrize("options", [{"where": "begin"}, *({"program": at} for at in (3, 5, 7, -1))], ids=str)
-def test_one_that_never_trained_beside_them_leaves_no_bit_behind(options):
+@pytest.mark.parametrize("options", [{"where": "init"}, *({"program": at} for at in (3, 5, 7, -1))], ids=str)
+def test_a_run_that_fails_before_it_has_trained_changes_no_bit_of_the_others(options):
     first, _, third = failing(Config(**TINY, method="fedavg"), Config(**TINY, method="boom", options=options),
                               Config(**TINY, method="fedper")).results  # fmt: skip
     for one, other in zip((first, third), expected(), strict=True):
@@ -190,32 +192,32 @@ def failing(*configs):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"where": "begin"}, r"SystemExit: 3 \(method 'boom', .*test_failing_methods.py:\d+\)"),
-        ({"where": "receive"}, r"RecursionError: maximum recursion depth exceeded.*test_failing_methods.py:\d+\)"),
-        ({"where": "send"}, r"Unspeakable \(method 'boom', .*test_failing_methods.py:\d+\)"),
+        ({"where": "init"}, r"SystemExit: 3 \(method 'boom', .*test_failing_methods.py:\d+\)"),
+        ({"where": "aggregate"}, r"RecursionError: maximum recursion depth exceeded.*test_failing_methods.py:\d+\)"),
+        ({"where": "download"}, r"Unprintable \(method 'boom', .*test_failing_methods.py:\d+\)"),
         ({"program": 0}, r"ValueError: no \(method 'boom', .*test_failing_methods.py:\d+\)"),
         ({"program": 6}, r"KeyError: 'nothing' \(method 'boom', .*test_failing_methods.py:\d+\)"),
     ],
 )
-def test_a_single_run_says_the_same_in_one_sentence(options, sentence):
+def test_a_single_run_reports_the_same_in_one_sentence(options, sentence):
     with pytest.raises(FedobpError, match=f"^{sentence}$") as caught:
         Federation(Config(**TINY)).run("boom", **options)
-    assert caught.value.__cause__ is not None  # with the traceback, for whoever looks for it
+    assert caught.value.__cause__ is not None  # with the traceback
 
 
 @pytest.mark.usefixtures("boom")
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), Stopped(15)])
-def test_an_interrupt_is_no_failure(monkeypatch, stop):
+def test_an_interrupt_is_not_a_failure(monkeypatch, stop):
     def interrupt(*_):
         raise stop
 
-    monkeypatch.setattr(Boom, "receive", interrupt)
+    monkeypatch.setattr(Boom, "aggregate", interrupt)
     with pytest.raises(type(stop)):
         sweep([Config(**TINY, method="fedavg"), Config(**TINY, method="boom")])
 
 
-def test_a_bug_of_the_library_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(METHODS["fedper"], "receive", fail)
+def test_a_bug_in_a_built_in_method_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(METHODS["fedper"], "aggregate", fail)
     with pytest.raises(ValueError, match="no"):
         Federation(Config(**TINY)).run("fedper")
     error = failing(Config(**TINY, method="fedavg"), Config(**TINY, method="fedper"))
@@ -224,20 +226,20 @@ def test_a_bug_of_the_library_keeps_its_traceback(monkeypatch):
 
 
 @pytest.mark.parametrize("declared", [{"epochs": 1.5}, {"epochs": -1}, {"part": "tail"}, {"loss": Unhashable()}])
-def test_a_phase_that_means_nothing_is_refused_where_it_is_made(declared):
+def test_an_invalid_phase_is_refused_when_it_is_constructed(declared):
     with pytest.raises((ValueError, TypeError)):
         Train(**{"epochs": 1, **declared})
 
 
 @pytest.mark.usefixtures("boom")
-def test_causes_are_named_once_with_their_seeds():
-    configs = [Config(**TINY, method="boom", options={"where": "begin"}, seed=seed) for seed in (1, 2)]
+def test_an_error_of_several_seeds_is_reported_once():
+    configs = [Config(**TINY, method="boom", options={"where": "init"}, seed=seed) for seed in (1, 2)]
     error = failing(*configs, Config(**{**TINY, "method": "fedavg"}))
     assert str(error).startswith("boom, seeds 1, 2: SystemExit: 3 (")
     assert [one.seed for one in error.failed] == [1, 2]
     assert str(failing(*configs)).startswith("SystemExit: 3 (method 'boom', ")
 
 
-def test_what_concerns_all_runs_is_said_once(monkeypatch):
+def test_an_error_of_all_runs_is_reported_once(monkeypatch):
     monkeypatch.setattr("fedobp.federation.partition", lambda *_, **__: (_ for _ in ()).throw(FedobpError("no data")))
     assert str(failing(Config(**TINY), Config(**TINY, method="fedavg"), Config(**TINY, seed=3))) == "no data"

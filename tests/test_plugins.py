@@ -1,5 +1,6 @@
-"""Methods of other packages: the example of the docs, installed as a package would be, and packages that are broken."""
+"""Methods of other packages: the example of the docs, installed like a package, and packages that are broken."""
 
+import ast
 import json
 import re
 import sys
@@ -31,7 +32,7 @@ def install(tmp_path, monkeypatch):
 
 @pytest.fixture
 def few(monkeypatch):
-    """Three methods of the library's own are enough."""
+    """Leave three built-in methods."""
     for name in set(METHODS) - {"fedavg", "local", "fedper"}:
         monkeypatch.delitem(METHODS, name)
 
@@ -42,7 +43,14 @@ def example():
     return code
 
 
-def test_the_example_of_the_docs_runs_beside_the_librarys_own(install, command, tmp_path):
+def test_a_method_needs_one_import():
+    """Beside the standard library, `from fedobp import method as fl` is all that the example imports."""
+    imports = [node for node in ast.walk(ast.parse(example())) if isinstance(node, ast.Import | ast.ImportFrom)]
+    outside = [node for node in imports if getattr(node, "module", "").split(".")[0] not in sys.stdlib_module_names]
+    assert [ast.unparse(node) for node in outside] == ["from fedobp import method as fl"]
+
+
+def test_the_example_of_the_docs_runs_beside_built_in_methods(install, command, tmp_path):
     install(example(), "fedmedian:FedMedian")
     found = {}
     for engine in ("lanes", "serial"):
@@ -57,16 +65,16 @@ def test_the_example_of_the_docs_runs_beside_the_librarys_own(install, command, 
     assert "fedmedian" in said.out.lower()
 
 
-def test_what_a_method_prints_is_not_in_the_output(install, command):
-    """JSON is all that is on standard output, whatever a method prints when it is loaded and when it runs."""
-    code = example().replace("return {", "print('sent'); return {", 1)
+def test_a_methods_prints_are_not_in_the_output(install, command):
+    """Standard output is only JSON, whatever a method prints when it is loaded and when it runs."""
+    code = example().replace("return {", "print('running'); return {", 1)
     assert "print" in code
     install("print('loaded')\n" + code, "fedmedian:FedMedian")
     arguments = ("--rounds", 1, "--clients", 5, "--model", "mlp", "--json")
     said = command("run", "--method", "fedmedian", *arguments)
     assert said.json["method"] == "fedmedian"
     assert "loaded" in said.err
-    assert "sent" in said.err
+    assert "running" in said.err
     assert [one["method"] for one in command("compare", "--methods", "fedmedian", *arguments).json["runs"]] == [
         "fedmedian"
     ]
@@ -74,7 +82,7 @@ def test_what_a_method_prints_is_not_in_the_output(install, command):
 
 
 METHOD = """
-from fedobp.algorithms.base import option
+from fedobp import method as fl
 from fedobp.algorithms.fedavg import FedAvg
 from dataclasses import dataclass
 
@@ -96,18 +104,22 @@ BROKEN = [
     ("", "not a module", "cannot be loaded: "),
     ("FedMedian = 3", "fedmedian:FedMedian", "is no subclass of `Method` of that name"),
     ("", "fedmedian", "is no subclass of `Method` of that name"),
-    ("from fedobp.algorithms import Method as FedMedian", "fedmedian:FedMedian", "is no subclass of `Method`"),
+    ("from fedobp.method import Method as FedMedian", "fedmedian:FedMedian", "is no subclass of `Method`"),
     ("from fedobp.algorithms.fedavg import FedAvg as FedMedian", "fedmedian:FedMedian", "is no subclass"),
     (METHOD + "    summary = None", "fedmedian:FedMedian", "has no text `summary`"),
     (METHOD + "    step: float = 1.0", "fedmedian:FedMedian", "has a field 'step' that is not declared with `option`"),
-    (METHOD + "    step: float = option(None, 'x')", "fedmedian:FedMedian", "has a field 'step' that is not declared"),
+    (
+        METHOD + "    step: float = fl.option(None, 'x')",
+        "fedmedian:FedMedian",
+        "has a field 'step' that is not declared",
+    ),
     (METHOD + "    @classmethod\n    def options(cls): 1 / 0", "fedmedian:FedMedian", "cannot be loaded: ZeroDivision"),
 ]
 
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(("code", "value", "complaint"), BROKEN)
-def test_a_broken_package_is_named_and_harms_nobody_else(install, command, code, value, complaint):
+def test_a_broken_package_is_named_and_all_other_methods_work(install, command, code, value, complaint):
     install(code, value)
     with pytest.raises(FedobpError, match=complaint):
         method_class("fedmedian")
@@ -121,7 +133,7 @@ def test_a_broken_package_is_named_and_harms_nobody_else(install, command, code,
     assert "fedmedian" in line
     assert re.search(complaint, line)
     said = command("methods", "--json")
-    assert [row["name"] for row in said.json["methods"]] == ["local", "fedavg", "fedper"]
+    assert [one["name"] for one in said.json["methods"]] == ["local", "fedavg", "fedper"]
     assert said.json["failed"] == [{"method": "fedmedian", "error": line.removeprefix("error: ")}]
 
 
@@ -142,7 +154,7 @@ def test_a_broken_package_is_left_out_of_a_comparison(install, command, methods)
 
 
 @pytest.mark.usefixtures("few")
-def test_two_packages_of_one_name_are_both_refused(install, command):
+def test_two_packages_with_one_name_are_both_refused(install, command):
     install(example(), "fedmedian:FedMedian")
     install(example(), "other:FedMedian", package="other")
     said = command("methods", "--json")
@@ -153,7 +165,7 @@ def test_two_packages_of_one_name_are_both_refused(install, command):
 
 
 @pytest.mark.usefixtures("few")
-def test_one_that_takes_a_name_of_the_librarys_own_is_named(install, command):
+def test_a_package_with_the_name_of_a_built_in_method_is_reported(install, command):
     install(example(), "fedmedian:FedMedian", name="fedavg")
     said = command("methods", "--json")
     assert (said.code, len(said.json["methods"])) == (2, 3)
@@ -164,12 +176,9 @@ def test_one_that_takes_a_name_of_the_librarys_own_is_named(install, command):
     assert command("compare", *TINY, "--methods", "fedavg", "--json").code == 0
 
 
-@pytest.mark.parametrize("where", ["begin", "send", "local", "receive", "serve"])
-def test_one_that_raises_ends_its_own_run_only(install, command, tmp_path, where):
-    code = (
-        example().partition("    def receive")[0]
-        + f"    def {where}(self, *given):\n        raise OSError('no disk')\n"
-    )
+@pytest.mark.parametrize("where", ["init", "download", "client_update", "aggregate", "personalize"])
+def test_a_method_that_raises_ends_its_own_run_only(install, command, tmp_path, where):
+    code = example() + f"\n    def {where}(self, *given):\n        raise OSError('no disk')\n"
     install(code, "fedmedian:FedMedian")
     line = len(code.splitlines())
     said = command("compare", *TINY, "--methods", "fedavg,fedmedian,local", "--out", "here")
@@ -191,7 +200,7 @@ def test_one_that_raises_ends_its_own_run_only(install, command, tmp_path, where
     assert (alone.code, alone.out, alone.err) == (2, "", f"error: {error}\n")
 
 
-def test_one_that_refuses_its_options_ends_its_own_run_only(install, command):
+def test_a_method_that_refuses_its_options_ends_its_own_run_only(install, command):
     code = example() + "\n    def __post_init__(self):\n        assert self.step > 0.5, 'too slow'\n"
     install(code, "fedmedian:FedMedian")
     said = command("compare", *TINY, "--methods", "fedavg,fedmedian", "--set", "step=0.1", "--json")
@@ -203,15 +212,15 @@ def test_one_that_refuses_its_options_ends_its_own_run_only(install, command):
     assert [run["method"] for run in said.json["runs"]] == ["fedavg"]
 
 
-def test_a_built_in_method_that_fails_ends_alone_too(command):
+def test_a_built_in_method_that_refuses_its_options_ends_its_own_run_only(command):
     said = command("compare", *TINY, "--methods", "fedobp,fedavg", "--q", "7", "--json")
     assert said.code == 2
     assert said.err == "error: fedobp, seed 42: option 'q' of fedobp must be between 0.0 and 1.0, not 7.0\n"
     assert [run["method"] for run in said.json["runs"]] == ["fedavg"]
 
 
-def test_a_bug_in_a_built_in_method_shows_its_traceback_when_the_others_have_finished(command, monkeypatch):
-    monkeypatch.setattr(METHODS["fedper"], "send", lambda *_: 1 / 0)
+def test_a_bug_in_a_built_in_method_shows_its_traceback_after_the_other_runs(command, monkeypatch):
+    monkeypatch.setattr(METHODS["fedper"], "download", lambda *_: 1 / 0)
     said = command("compare", *TINY, "--methods", "fedper,fedavg", "--json")
     assert said.code == 2
     assert [run["method"] for run in said.json["runs"]] == ["fedavg"]
@@ -227,7 +236,7 @@ def test_a_bug_in_a_built_in_method_shows_its_traceback_when_the_others_have_fin
         (["--clients", "1700"], "no client has|use fewer --clients"),
     ],
 )
-def test_what_is_wrong_with_all_runs_is_one_sentence(command, flags, complaint):
+def test_an_error_of_all_runs_is_one_sentence(command, flags, complaint):
     said = command("compare", *TINY, *flags, "--seeds", 2, "--json")
     assert (said.code, said.out) == (2, "")
     assert re.search(complaint, said.err)
@@ -235,7 +244,7 @@ def test_what_is_wrong_with_all_runs_is_one_sentence(command, flags, complaint):
     assert "seed 42" not in said.err
 
 
-def test_nobody_can_take_a_name_of_the_librarys_own(install):
+def test_a_built_in_name_stays_with_its_method(install):
     install(example(), "fedmedian:FedMedian", name="fedavg")
     assert method_class("fedavg") is METHODS["fedavg"]
 

@@ -1,4 +1,4 @@
-"""The codec: what is counted is what is sent, what was sent comes back, and nothing else is accepted."""
+"""The codec: its payload is what is counted, records come back, and inconsistent messages are refused."""
 
 import json
 import math
@@ -7,7 +7,6 @@ from contextlib import suppress
 
 import pytest
 import torch
-from contexts import with_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,6 +15,7 @@ from fedobp.algorithms import METHODS
 from fedobp.errors import FedobpError
 from fedobp.method import RoundContext, Sparse
 from fedobp.models import Model
+from fedobp.records import stack
 from fedobp.wire import decode, encode, header_bytes, payload_bytes
 
 checked = settings(deadline=None, max_examples=100)
@@ -47,21 +47,17 @@ def keeping(n: int, *kept: int, dtype: torch.dtype = torch.float32) -> Sparse:
 
 
 def payload_of(record) -> int:
-    """The payload of one client's record, as it is counted: with a leading axis of clients."""
-    stacked = {
-        name: Sparse(value.values[None], value.keep[None]) if isinstance(value, Sparse) else value[None]
-        for name, value in record.items()
-    }
-    return payload_bytes(stacked)
+    """Return the counted payload of one client's record, as that of a cohort of one."""
+    return payload_bytes(stack([record]))
 
 
 def shapes_of(record) -> dict[str, tuple[int, ...]]:
-    """What the receiver of a record expects."""
+    """Return the shapes that the receiver of a record expects."""
     return {name: tuple((value.values if isinstance(value, Sparse) else value).shape) for name, value in record.items()}
 
 
 def assert_comes_back(record) -> None:
-    """What was sent comes back bit for bit, and NaN stands in for what was not."""
+    """Check that sent values come back bit for bit, and that all others are NaN."""
     found = decode(encode(record), shapes_of(record))
     assert list(found) == list(record)
     for name, value in record.items():
@@ -118,8 +114,8 @@ def test_a_record_comes_back(record):
 def dense_records():
     shapes = st.lists(st.integers(0, 4), max_size=3)
     entries = {
-        torch.float32: st.hparams(width=32, allow_nan=False, allow_infinity=False),
-        torch.float64: st.hparams(allow_nan=False, allow_infinity=False),
+        torch.float32: st.floats(width=32, allow_nan=False, allow_infinity=False),
+        torch.float64: st.floats(allow_nan=False, allow_infinity=False),
         torch.int64: st.integers(-(2**63), 2**63 - 1),
         torch.bool: st.booleans(),
     }
@@ -131,7 +127,7 @@ def dense_records():
 
 
 def sparse_records():
-    pairs = st.tuples(st.hparams(width=32, allow_nan=False, allow_infinity=False), st.booleans())
+    pairs = st.tuples(st.floats(width=32, allow_nan=False, allow_infinity=False), st.booleans())
     dtypes = st.sampled_from([torch.float32, torch.float64])
     sizes = st.tuples(st.lists(pairs, max_size=80), dtypes, st.sampled_from([None, True, False]))
 
@@ -145,7 +141,7 @@ def sparse_records():
 
 @checked
 @given(record=st.dictionaries(st.text(max_size=5), st.one_of(dense_records(), sparse_records()), max_size=4))
-def test_any_record_comes_back_and_weighs_what_is_counted(record):
+def test_any_record_comes_back_and_its_payload_is_counted_exactly(record):
     assert_comes_back(record)
     encoded = encode(record)
     assert payload_of(record) == len(encoded) - header_bytes(encoded)
@@ -153,7 +149,7 @@ def test_any_record_comes_back_and_weighs_what_is_counted(record):
 
 @checked
 @given(masks=st.lists(st.lists(st.booleans(), min_size=40, max_size=40), min_size=1, max_size=4))
-def test_a_cohort_weighs_the_sum_of_its_messages(masks):
+def test_the_payload_of_a_cohort_is_the_sum_of_its_messages(masks):
     keep = torch.tensor(masks)
     values = torch.arange(40.0).expand(len(masks), -1)
     messages = [encode({"theta": Sparse(values[i], keep[i])}) for i in range(len(masks))]
@@ -162,11 +158,11 @@ def test_a_cohort_weighs_the_sum_of_its_messages(masks):
 
 def test_fedavg_costs_four_bytes_an_entry_and_client():
     model = Model("mlp", (4,), 2)
-    ctx = RoundContext(model=None, round=1, rounds=1, clients=3, epochs=1, cohort=torch.tensor([2, 0, 1]))
-    download, _ = METHODS["fedavg"]().download(with_model(model, ctx), {"theta": model.initial(0)}, {})
+    ctx = RoundContext(model, round=1, rounds=1, clients=3, epochs=1, cohort=torch.tensor([2, 0, 1]))
+    download, _ = METHODS["fedavg"]().download(ctx, {"theta": model.initial(0)}, {})
     assert payload_bytes(download) == 3 * 4 * model.layout.size == 3 * 4 * 898
-    everything = torch.ones(3, 898, dtype=torch.bool)
-    assert payload_bytes({"theta": Sparse(torch.zeros(3, 898), everything)}) == 3 * 4 * 898
+    keep = torch.ones(3, 898, dtype=torch.bool)
+    assert payload_bytes({"theta": Sparse(torch.zeros(3, 898), keep)}) == 3 * 4 * 898
 
 
 @pytest.mark.essential
@@ -205,7 +201,7 @@ def test_the_bytes_on_the_wire(record, header, payload):
     assert encode(record) == message(header, payload)
 
 
-def test_what_is_not_kept_is_never_sent():
+def test_entries_that_are_not_kept_are_never_sent():
     values = torch.tensor([1.0, 1234.5, NAN, 2.0])
     encoded = encode({"theta": Sparse(values, torch.tensor([True, False, False, True]))})
     assert struct.pack("<f", 1234.5) not in encoded
@@ -215,7 +211,7 @@ def test_what_is_not_kept_is_never_sent():
 
 def test_encode_follows_views_and_strides():
     table = torch.arange(12.0).reshape(3, 4)
-    assert_comes_back({"column": table[:, 1], "turned": table.T, "row": torch.ones(3).expand(2, 3)})
+    assert_comes_back({"column": table[:, 1], "transposed": table.T, "expanded": torch.ones(3).expand(2, 3)})
 
 
 # Refusals
@@ -246,7 +242,7 @@ def test_trailing_bytes_are_refused(record):
 
 
 @pytest.mark.parametrize("start", [b"", b"FOBP", b"FOBP\x01", b"FOBP\x02\0\0\0\0", b"\x80\x04" + b"\0" * 20])
-def test_what_does_not_start_as_a_message_is_refused(start):
+def test_bytes_without_the_magic_number_are_refused(start):
     with pytest.raises(FedobpError, match="same version"):
         decode(start, {})
     with pytest.raises(FedobpError, match="same version"):

@@ -1,5 +1,5 @@
 import pytest
-from plain import narrow
+from plain_loops import narrow
 
 from fedobp.models import NETS
 

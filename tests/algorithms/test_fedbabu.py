@@ -1,19 +1,17 @@
-"""FedBABU with two clients, worked out by hand: the head waits at theta^0 until a client fine-tunes it for use."""
+"""FedBABU with two clients, by hand: the head stays at theta^0 until a client fine-tunes it for use."""
 
 from collections import OrderedDict
 
 import pytest
-import torch
-from contexts import with_model
+from by_hand import context, run_program, update_of, vector
 from torch import nn
-from walk import moment, row, vector, walk
 
 from fedobp.algorithms import METHODS
-from fedobp.method import CohortUpdate, Train
+from fedobp.method import Train
 from fedobp.models import NETS, Model, register
+from fedobp.records import take
 
 METHOD = METHODS["fedbabu"]
-CTX = moment(0, 1)
 
 
 @pytest.fixture(scope="module")
@@ -27,29 +25,25 @@ def model():
 
 @pytest.mark.essential
 def test_a_round_by_hand(model):
-    method = METHOD()
-    server, records, own = method.init(model, vector(1, 2, 3, 4, 5), 0)
-    download, records = method.download(with_model(model, CTX), server, records)
-    owns, bases = [], []
-    for client, step in ((0, vector(4, 0, 0, 0, 0)), (1, vector(0, 4, 0, 0, 0))):
-        state, phases = walk(model, method.client_update(with_model(model, CTX)), own, row(download, client), [step])
+    method, ctx = METHOD(), context(0, 1, model=model)
+    server, records, state = method.init(model, vector(1, 2, 3, 4, 5), 0)
+    download, records = method.download(ctx, server, records)
+    clients = []
+    for at, step in enumerate((vector(4, 0, 0, 0, 0), vector(0, 4, 0, 0, 0))):
+        client, phases = run_program(model, method.client_update(ctx), state, take(download, at), [step])
         assert phases == [Train(5, part="base")]
-        assert list(state.upload) == ["shared"]
-        owns.append(state.state)
-        bases.append(state.upload["shared"])
-    assert [one["private"].tolist() for one in owns] == [[3, 4, 5]] * 2
-    server, records = method.aggregate(
-        with_model(model, CTX), server, records, CohortUpdate({"shared": torch.stack(bases)}, torch.tensor([1, 3]))
-    )
-    download, _ = method.download(with_model(model, CTX), server, records)
-    served, phases = walk(
-        model, method.personalize(with_model(model, CTX)), owns[0], row(download, 0), [vector(1, 1, 1, 1, 1)]
-    )
+        assert list(client.upload) == ["shared"]
+        assert client.state["private"].tolist() == [3, 4, 5]
+        clients.append(client)
+    server, records = method.aggregate(ctx, server, records, update_of(clients, 1, 3))
+    download, _ = method.download(ctx, server, records)
+    steps = [vector(1, 1, 1, 1, 1)]
+    served, phases = run_program(model, method.personalize(ctx), clients[0].state, take(download, 0), steps)
     assert phases == [Train(5, part="all")]
     assert served.theta.tolist() == [3, 6, 4, 5, 6]
     assert served.scratch["mine"].all()
 
 
-def test_what_is_fine_tuned_and_for_how_long_is_an_option(model):
-    program = METHOD(finetune=2, tune="head").personalize(with_model(model, CTX))
+def test_the_fine_tuned_part_and_its_epochs_are_options(model):
+    program = METHOD(finetune=2, tune="head").personalize(context(0, 1, model=model))
     assert [item for item in program if isinstance(item, Train)] == [Train(2, part="head")]

@@ -1,20 +1,19 @@
-"""FedBN with two clients, worked out by hand: BatchNorm never crosses the wire."""
+"""FedBN with two clients, by hand: BatchNorm layers are never sent."""
 
 from collections import OrderedDict
 
 import pytest
 import torch
-from contexts import with_model
+from by_hand import context, run_program, update_of, vector
 from torch import nn
-from walk import moment, row, vector, walk
 
 from fedobp import Config, Federation
 from fedobp.algorithms import METHODS
-from fedobp.method import CohortUpdate, Train
+from fedobp.method import Train
 from fedobp.models import NETS, Model, register
+from fedobp.records import take
 
 METHOD = METHODS["fedbn"]()
-CTX = moment(0, 1)
 
 
 @pytest.fixture
@@ -28,36 +27,36 @@ def model():
 
 @pytest.mark.essential
 def test_a_round_by_hand(model):
-    server, records, own = METHOD.init(model, vector(1, 2, 3, 4, 5, 6), 0)
-    assert own["private"].tolist() == [1, 2, 5, 6]
-    download, records = METHOD.download(with_model(model, CTX), server, records)
+    ctx = context(0, 1, model=model)
+    server, records, state = METHOD.init(model, vector(1, 2, 3, 4, 5, 6), 0)
+    assert state["private"].tolist() == [1, 2, 5, 6]
+    download, records = METHOD.download(ctx, server, records)
     assert {name: value.tolist() for name, value in download.items()} == {"shared": [[3, 4], [3, 4]]}
-    states = []
-    for client, step in ((0, vector(1, 1, 4, 0, 1, 1)), (1, vector(9, 9, 0, 4, 9, 9))):
-        state, phases = walk(model, METHOD.client_update(with_model(model, CTX)), own, row(download, client), [step])
+    clients = []
+    for at, step in enumerate((vector(1, 1, 4, 0, 1, 1), vector(9, 9, 0, 4, 9, 9))):
+        client, phases = run_program(model, METHOD.client_update(ctx), state, take(download, at), [step])
         assert phases == [Train(5)]
-        assert list(state.upload) == ["shared"]
-        states.append(state)
-    assert states[0].state["private"].tolist() == [2, 3, 6, 7]
-    up = {"shared": torch.stack([state.upload["shared"] for state in states])}
-    server, records = METHOD.aggregate(with_model(model, CTX), server, records, CohortUpdate(up, torch.tensor([1, 3])))
+        assert list(client.upload) == ["shared"]
+        clients.append(client)
+    assert clients[0].state["private"].tolist() == [2, 3, 6, 7]
+    server, records = METHOD.aggregate(ctx, server, records, update_of(clients, 1, 3))
     assert server["theta"].tolist() == [1, 2, 4, 7, 5, 6]
-    download, _ = METHOD.download(with_model(model, CTX), server, records)
-    served, phases = walk(model, METHOD.personalize(with_model(model, CTX)), states[1].state, row(download, 1), [])
+    download, _ = METHOD.download(ctx, server, records)
+    served, phases = run_program(model, METHOD.personalize(ctx), clients[1].state, take(download, 1))
     assert (served.theta.tolist(), phases) == ([10, 11, 4, 7, 14, 15], [])
     assert served.scratch["mine"].tolist() == [True, True, False, False, True, True]
 
 
-def test_without_batch_norm_it_is_fedavg_and_says_so():
+def test_without_batch_norm_it_is_fedavg_and_warns():
     config = Config(clients=4, rounds=2, model="mlp", precision="fp64", epochs=1, batch_size=100)
     with pytest.warns(UserWarning, match="'mlp' has no BatchNorm, so fedbn is fedavg"):
         found = Federation(config).run("fedbn")
-    right = Federation(config).run("fedavg")
-    assert found.accuracy == right.accuracy
-    assert found.bytes == right.bytes
+    expected = Federation(config).run("fedavg")
+    assert found.accuracy == expected.accuracy
+    assert found.bytes == expected.bytes
     assert found.personal.max == 0
     for name, tensor in found.state_dict().items():
-        assert torch.equal(tensor, right.state_dict()[name])
+        assert torch.equal(tensor, expected.state_dict()[name])
 
 
 @pytest.mark.parametrize("engine", ["serial", "lanes"])

@@ -1,17 +1,29 @@
 """FedDPA: the merge by hand, and runs against a plain loop with one gradient a sample."""
 
+import math
 from collections import OrderedDict
 
 import pytest
 import torch
-from contexts import with_model
-from plain import RATES, SIZES, batches, both_engines, each_round, fit, mean, samples, sgd, small, theta_0
+from by_hand import context, vector
+from plain_loops import (
+    RATES,
+    SIZES,
+    batches,
+    both_engines,
+    each_round,
+    mean,
+    network_loss,
+    samples,
+    sgd,
+    small_federation,
+    theta_0,
+)
 from torch import nn
-from walk import moment, vector
 
 from fedobp.algorithms import METHODS
 from fedobp.algorithms.feddpa import personal_loss, shared_loss
-from fedobp.method import Client, Sweep, Train
+from fedobp.method import Batch, Client, Sweep, Train
 from fedobp.models import NETS, Model, register
 
 METHOD = METHODS["feddpa"]
@@ -29,19 +41,19 @@ def networks():
 # By hand.
 
 
-def merged(method, fisher, own, received, seen=True):
+def merged(method, fisher, last, received, seen=True):
     model = Model("tiny-dpa", (1,), 2)
     client = Client(
-        state={"theta": own, "seen": torch.tensor(seen)},
+        state={"theta": last, "seen": torch.tensor(seen)},
         download={},
-        scratch={"fisher": fisher, "last": own, "received": received},
+        scratch={"fisher": fisher, "last": last, "received": received},
         upload={},
         hparams={"threshold": torch.tensor(method.threshold)},
     )
     return method._merge(model, client)
 
 
-OWN, RECEIVED = vector(1, 2, 3, 4), vector(10, 20, 30, 40)
+LAST, RECEIVED = vector(1, 2, 3, 4), vector(10, 20, 30, 40)
 
 
 @pytest.mark.essential
@@ -57,14 +69,14 @@ OWN, RECEIVED = vector(1, 2, 3, 4), vector(10, 20, 30, 40)
     ],
 )
 def test_the_merge_by_hand(options, fisher, expected):
-    after = merged(METHOD(**options), fisher, OWN, RECEIVED)
+    after = merged(METHOD(**options), fisher, LAST, RECEIVED)
     assert after.theta.tolist() == expected
     mine = [value < 10 for value in expected]
     assert after.scratch["mine"].tolist() == after.scratch["personal"].tolist() == mine
     assert after.scratch["shared"].tolist() == [not one for one in mine]
 
 
-def test_without_a_model_of_its_own_a_client_has_nothing_personal_but_still_two_kinds_of_entries():
+def test_a_client_without_a_last_model_has_no_personal_entries_but_still_trains_in_two_phases():
     after = merged(METHOD(), vector(0, 9, 8, 6), RECEIVED, RECEIVED, seen=False)
     assert after.theta.equal(RECEIVED)
     assert not after.scratch["mine"].any()
@@ -72,25 +84,19 @@ def test_without_a_model_of_its_own_a_client_has_nothing_personal_but_still_two_
 
 
 def test_the_regularisers_by_hand():
-    model, labels = Model("tiny-dpa", (1,), 2), torch.tensor([0, 0])
+    model, zero = Model("tiny-dpa", (1,), 2), torch.tensor(0)
     hparams = {name: torch.tensor(value) for name, value in (("near", 0.1), ("level", 0.05), ("bound", 0.5))}
     # The tensors are 5 and 13 apart, which makes 18; both logits are 0, so that the cross-entropy is log 2.
     client = Client({}, {}, {"theta": vector(0, 0, 0, 0), "received": vector(3, 4, 5, 12)}, {}, hparams)
 
-    class Samples:
-        x, y = torch.ones(2, 1), labels
-        mean = staticmethod(torch.mean)
-
-    half = torch.tensor(2.0).log().item()
-    assert personal_loss(model, client, Samples).item() == pytest.approx(half + 0.05 * 18)
-    assert shared_loss(model, client, Samples).item() == pytest.approx(half + 0.025 * 17.5)
+    batch = Batch(torch.ones(2, 1), torch.tensor([0, 0]), torch.ones(2), zero, zero, zero)
+    assert personal_loss(model, client, batch).item() == pytest.approx(math.log(2) + 0.05 * 18)
+    assert shared_loss(model, client, batch).item() == pytest.approx(math.log(2) + 0.025 * 17.5)
 
 
-def test_how_epochs_are_spent():
+def test_the_epochs_of_both_phases():
     def phases(method, epochs=5):
-        return [
-            item for item in method.client_update(with_model(None, moment(0, epochs=epochs))) if isinstance(item, Train)
-        ]
+        return [item for item in method.client_update(context(0, epochs=epochs)) if isinstance(item, Train)]
 
     assert phases(METHOD()) == [
         Train(5, mask="personal", loss=personal_loss), Train(5, mask="shared", loss=shared_loss),
@@ -98,16 +104,16 @@ def test_how_epochs_are_spent():
     assert [phase.epochs for phase in phases(METHOD(), 1)] == [1, 1]
     assert phases(METHOD(mode="as-published")) == [Train(5)]
     for mode in ("faithful", "as-published"):
-        assert [item for item in METHOD(mode=mode).personalize(with_model(None, moment(0))) if isinstance(item, Sweep)]
+        assert [item for item in METHOD(mode=mode).personalize(context(0)) if isinstance(item, Sweep)]
 
 
 # Against a plain loop.
 
 
 def information(values, x, y):
-    """The sum of squared gradients of single samples, tensor by tensor."""
+    """Return the sum of squared gradients of single samples, tensor by tensor."""
     values = [value.clone().requires_grad_() for value in values]
-    each = [torch.autograd.grad(fit(values, x[i : i + 1], y[i : i + 1]), values) for i in range(len(y))]
+    each = [torch.autograd.grad(network_loss(values, x[i : i + 1], y[i : i + 1]), values) for i in range(len(y))]
     return [sum(gradient**2 for gradient in many) for many in zip(*each, strict=True)]
 
 
@@ -122,38 +128,38 @@ def chosen(fisher, method):
     "options",
     [{"threshold": 0.1, "near": 2.0, "level": 1.0, "bound": 0.05}, {"mode": "as-published", "threshold": 0.7}],
 )
-def test_runs_are_those_of_a_plain_loop(options, rates):
-    federation, method = small("feddpa", rates, options, **SMALL), METHOD(**options)
+def test_runs_equal_a_plain_loop(options, rates):
+    federation, method = small_federation("feddpa", rates, options, **SMALL), METHOD(**options)
     published = method.mode == "as-published"
     first = worker = theta = theta_0(federation)
-    own, visits = {}, 0
+    last, trained = {}, 0
 
     def merge(client, theta):
-        last = own.get(client, first if published else theta)
-        masks = chosen(information(worker if published else last, *samples(federation, client)), method)
-        return [torch.where(m, a, b) for m, a, b in zip(masks, last, theta, strict=True)], masks
+        local = last.get(client, first if published else theta)
+        masks = chosen(information(worker if published else local, *samples(federation, client)), method)
+        return [torch.where(m, a, b) for m, a, b in zip(masks, local, theta, strict=True)], masks
 
-    def apart(values):
+    def distance(values):
         return sum((one - other).norm() for one, other in zip(values, theta, strict=True) if not one.equal(other))
 
     def personal_loss(values, x, y):
-        return fit(values, x, y) + method.near / 2 * apart(values)
+        return network_loss(values, x, y) + method.near / 2 * distance(values)
 
     def shared_loss(values, x, y):
-        return fit(values, x, y) + method.level / 2 * abs(apart(values) - method.bound)
+        return network_loss(values, x, y) + method.level / 2 * abs(distance(values) - method.bound)
 
     for round, cohort in each_round(federation):
         models = []
         for client in cohort:
             values, masks = merge(client, theta)
             phases = [(personal_loss, masks), (shared_loss, [~mask for mask in masks])]
-            for phase, (loss, moving) in enumerate([(fit, None)] if published else phases, start=4):
+            for phase, (loss, moving) in enumerate([(network_loss, None)] if published else phases, start=4):
                 values = sgd(federation, values, loss, batches(federation, client, round, phase, 2), moving=moving)
-            own[client] = worker = values
+            last[client] = worker = values
             models.append(values)
-        theta, visits = mean(federation, cohort, models), visits + len(cohort)
-    assert len(own) < visits  # somebody came back
-    never = next(client for client in range(12) if client not in own)
+        theta, trained = mean(federation, cohort, models), trained + len(cohort)
+    assert len(last) < trained  # a client trains a second time
+    never = next(client for client in range(12) if client not in last)
     results = both_engines(federation, theta, {client: merge(client, theta)[0] for client in (*cohort, never)})
     for result in results:
         if published:  # the model, that of the round's start, and the worker's
@@ -166,19 +172,13 @@ def test_runs_are_those_of_a_plain_loop(options, rates):
 
 @pytest.fixture(scope="module")
 def usual():
-    federation = small("feddpa", "one batch", **SMALL)
+    federation = small_federation("feddpa", "one batch", **SMALL)
     return federation, federation.run()
 
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"threshold": 0.1},
-        {"near": 2.0},
-        {"level": 1.0},
-        {"bound": 0.01},
-        {"mode": "as-published"},
-    ],
+    [{"threshold": 0.1}, {"near": 2.0}, {"level": 1.0}, {"bound": 0.01}, {"mode": "as-published"}],
 )
 def test_every_option_changes_the_model(change, usual):
     federation, result = usual
@@ -187,6 +187,6 @@ def test_every_option_changes_the_model(change, usual):
     assert not torch.allclose(theirs, ours, atol=1e-7)
 
 
-def test_modes_that_leak_are_sequential():
-    assert METHOD().sequential
-    assert not METHOD(mode="as-published").sequential
+def test_only_the_published_mode_is_sequential():
+    assert not METHOD().sequential
+    assert METHOD(mode="as-published").sequential

@@ -5,14 +5,26 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from contexts import with_model
-from plain import RATES, SIZES, batches, both_engines, each_round, fit, hidden, mean, samples, sgd, small, theta_0
+from by_hand import context
+from plain_loops import (
+    RATES,
+    SIZES,
+    batches,
+    both_engines,
+    each_round,
+    hidden,
+    mean,
+    network_loss,
+    samples,
+    sgd,
+    small_federation,
+    theta_0,
+)
 from scipy.optimize import minimize
 from torch.nn.functional import cross_entropy
-from walk import moment
 
 from fedobp.algorithms import METHODS
-from fedobp.algorithms.fedpac import aligned, combination, on_simplex, tally
+from fedobp.algorithms.fedpac import add_features, alignment_loss, combination, on_simplex
 from fedobp.method import Batch, Client, CohortUpdate, Sweep, Train
 from fedobp.models import Model
 
@@ -54,7 +66,7 @@ def test_the_weights_are_those_of_scipy(m, rank):
     assert m < 10 or zeros > 0
 
 
-def test_entries_that_are_not_allowed_stay_out():
+def test_entries_that_are_not_allowed_are_0():
     allowed = torch.tensor([[True, False, True, True], [False, True, False, False]])
     found = on_simplex(problems(3, 4, 2, count=2), allowed)
     assert (found[0, 1], found[1].tolist()) == (0, [0, 1, 0, 0])
@@ -83,9 +95,9 @@ def test_far_away_heads_are_dropped():
 def test_clients_without_samples_or_variance():
     h, variance = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 1.0], [0.5, 0.5]]), torch.tensor([1.0, 0.0, 0.0, 1.0])
     found = combination(h, variance, torch.tensor([4, 0, 1, 4]))
-    assert found[1].tolist() == [0, 1, 0, 0]  # keeps its own
-    assert found[:, 1].tolist() == [0, 1, 0, 0]  # and gives to nobody
-    assert found[2].tolist() == [0, 0, 1, 0]  # one sample: no variance, so one's own head is taken for perfect
+    assert found[1].tolist() == [0, 1, 0, 0]  # keeps its head
+    assert found[:, 1].tolist() == [0, 1, 0, 0]  # which no other client uses
+    assert found[2].tolist() == [0, 0, 1, 0]  # one sample: no variance, so its own head counts as perfect
     assert (found[3] > 0).tolist() == [True, False, True, True]
     torch.testing.assert_close(found.sum(dim=1), torch.ones(4).double())
 
@@ -94,19 +106,18 @@ def test_clients_without_samples_or_variance():
 
 
 def measured(y, weight):
+    """Return a client that has computed the statistics of its samples, and these as a batch."""
     zero, counts = torch.tensor(0), torch.bincount(y[weight > 0], minlength=3)
-    theta = MODEL.initial(3).double()
+    base, head = MODEL.layout.split(MODEL.initial(3).double())
     x = torch.linspace(-1, 2, 4 * len(y), dtype=torch.float64).view(-1, 4).sin()
-    head = MODEL.layout.split(theta)[1]
-    shared = torch.arange(3.0 * WIDTH).double()
-    download = {"base": MODEL.layout.split(theta)[0], "head": head, "prototypes": shared,
-            "known": torch.tensor([False, True, True])}  # fmt: skip
+    prototypes, has_prototype = torch.arange(3.0 * WIDTH).double(), torch.tensor([False, True, True])
+    download = {"base": base, "head": head, "prototypes": prototypes, "has_prototype": has_prototype}
     client = Client({}, download, {}, {}, {"lam": torch.tensor(0.5).double()}, {"n": counts.sum(), "counts": counts})
-    program = METHOD.client_update(with_model(MODEL, moment(0, round=2)))
+    program = METHOD.client_update(context(0, round=2, model=MODEL))
     client = program[0](MODEL, client)
     batch = Batch(x, y, weight, zero, zero, zero)
     if len(y):
-        client = tally(MODEL, client, batch)
+        client = add_features(MODEL, client, batch)
     return program[2](MODEL, client), batch
 
 
@@ -119,9 +130,9 @@ def test_statistics_of_padded_features():
     torch.testing.assert_close(client.upload["variance"], ((z[:3] ** 2).sum() / 3 - (h**2).sum()) / 3)
     shared = torch.arange(3.0 * WIDTH).double().view(3, -1)
     torch.testing.assert_close(client.scratch["target"], torch.stack([(z[0] + z[2]) / 2, shared[1], shared[2]]))
-    loss = aligned(MODEL, client, batch)
-    pulls = ((z - client.scratch["target"][y]) ** 2).mean(dim=1)
-    expected = (cross_entropy(MODEL.logits(client.theta, batch.x)[:3], y[:3]) + 0.5 * pulls[:3].mean()).detach()
+    loss = alignment_loss(MODEL, client, batch)
+    distances = ((z - client.scratch["target"][y]) ** 2).mean(dim=1)
+    expected = (cross_entropy(MODEL.logits(client.theta, batch.x)[:3], y[:3]) + 0.5 * distances[:3].mean()).detach()
     torch.testing.assert_close(loss, expected)
 
 
@@ -131,12 +142,13 @@ def test_a_client_without_samples_has_finite_statistics():
     assert client.upload["variance"] == 0
 
 
-def test_the_program_spends_the_budget():
-    phases = [item for item in METHOD.client_update(with_model(MODEL, moment(0))) if isinstance(item, Train | Sweep)]
-    assert phases == [Sweep(tally), Train(1, part="head", lr="head_lr"), Train(4, part="base"), Sweep(tally)]
-    later = METHODS["fedpac"](head_epochs=2).client_update(with_model(MODEL, moment(0, round=2)))
+def test_the_phases_share_the_local_epochs():
+    phases = [item for item in METHOD.client_update(context(0, model=MODEL)) if isinstance(item, Train | Sweep)]
+    features = Sweep(add_features)
+    assert phases == [features, Train(1, part="head", lr="head_lr"), Train(4, part="base"), features]
+    later = METHODS["fedpac"](head_epochs=2).client_update(context(0, round=2, model=MODEL))
     trained = [item for item in later if isinstance(item, Train)]
-    assert trained == [Train(2, part="head", lr="head_lr"), Train(3, part="base", loss=aligned)]
+    assert trained == [Train(2, part="head", lr="head_lr"), Train(3, part="base", loss=alignment_loss)]
 
 
 # Rounds
@@ -157,33 +169,35 @@ def best_of_all_supports(q):
 
 
 @pytest.mark.parametrize("rates", RATES)
-def test_runs_are_those_of_a_plain_loop(rates):
-    federation = small("fedpac", rates, {"head_lr": 0.05, "lam": 0.7}, alpha=0.3, epochs=3, participation=0.75)
+def test_runs_equal_a_plain_loop(rates):
+    federation = small_federation(
+        "fedpac", rates, {"head_lr": 0.05, "lam": 0.7}, alpha=0.3, epochs=3, participation=0.75
+    )
     first = theta_0(federation)
     base, prototypes, heads = first[:2], {}, dict.fromkeys(range(4), first[2:])
 
     def means(z, y):
         return {c: z[y == c].mean(dim=0) for c in y.unique().tolist()}
 
-    def statistics(z, y, own):
-        h = torch.stack([own[c] * (y == c).double().mean() if c in own else z[0] * 0 for c in range(10)])
+    def statistics(z, y, centres):
+        h = torch.stack([centres[c] * (y == c).double().mean() if c in centres else z[0] * 0 for c in range(10)])
         return h, ((z**2).sum() / len(y) - (h**2).sum()) / len(y)
 
     for round, cohort in each_round(federation):
         models, found, protos, sizes = [], [], [], []
         for client in cohort:
             x, y = samples(federation, client)
-            own = means(hidden(base, x), y)
-            found.append(statistics(hidden(base, x), y, own))
+            centres = means(hidden(base, x), y)
+            found.append(statistics(hidden(base, x), y, centres))
 
-            def aligned(values, x, y, own=own, prototypes=prototypes):
-                target = torch.stack([prototypes.get(c, own[c]) for c in y.tolist()])
-                return fit(values, x, y) + 0.7 * ((hidden(values, x) - target) ** 2).mean()
+            def alignment_loss(values, x, y, centres=centres, prototypes=prototypes):
+                target = torch.stack([prototypes.get(c, centres[c]) for c in y.tolist()])
+                return network_loss(values, x, y) + 0.7 * ((hidden(values, x) - target) ** 2).mean()
 
             data = (batches(federation, client, round, phase, epochs) for phase, epochs in ((3, 1), (4, 2)))
             model = [*base, *heads[client]]
-            model = sgd(federation, model, fit, next(data), lr=0.05, moving=[False, False, True, True])
-            loss = aligned if round > 1 else fit
+            model = sgd(federation, model, network_loss, next(data), lr=0.05, moving=[False, False, True, True])
+            loss = alignment_loss if round > 1 else network_loss
             model = sgd(federation, model, loss, next(data), moving=[True, True, False, False])
             models.append(model)
             protos.append(means(hidden(model, x), y))
@@ -196,8 +210,8 @@ def test_runs_are_those_of_a_plain_loop(rates):
         }
         h, v = zip(*found, strict=True)
         for i, client in enumerate(cohort):
-            far = torch.stack([(h[i] - other).flatten() for other in h])
-            a = best_of_all_supports(torch.stack(v).diag() + far @ far.T)
+            differences = torch.stack([(h[i] - other).flatten() for other in h])
+            a = best_of_all_supports(torch.stack(v).diag() + differences @ differences.T)
             heads[client] = [sum(w * one[k] for w, one in zip(a, models, strict=True)) for k in (2, 3)]
     assert not heads[1][0].equal(heads[3][0])
     size, features = sum(SIZES), 8
@@ -207,8 +221,8 @@ def test_runs_are_those_of_a_plain_loop(rates):
         assert result.bytes.up_per_round == 3 * 8 * (size + 2 * 10 * features + 10 + 1)
 
 
-def test_every_option_matters():
-    federation = small("fedpac", "one batch", rounds=2)
+def test_every_option_changes_the_model():
+    federation = small_federation("fedpac", "one batch", rounds=2)
     changes = {}, {"lam": 5.0}, {"head_epochs": 2}, {"head_lr": 0.01}
     usual, *others = (federation.run(**change).state_dict()["fc.weight"] for change in changes)
     assert not any(torch.allclose(usual, other, atol=1e-6) for other in others)
@@ -216,19 +230,18 @@ def test_every_option_matters():
 
 def test_only_classes_of_the_cohort_have_prototypes():
     theta = MODEL.initial(0)
-    server, row, _ = METHOD.init(MODEL, theta, 0)
-    assert not server["known"].any()
+    server, record, _ = METHOD.init(MODEL, theta, 0)
+    assert not server["has_prototype"].any()
     prototypes = torch.stack([torch.full((3 * WIDTH,), 1.0), torch.full((3 * WIDTH,), 5.0)])
-    up = {
+    upload = {
         "theta": theta.repeat(2, 1), "prototypes": prototypes, "counts": torch.tensor([[1.0, 2, 0], [3, 0, 0]]),
         "h": torch.zeros(2, 3 * WIDTH), "variance": torch.ones(2),
     }  # fmt: skip
-    records = {name: value.repeat(2, 1) for name, value in row.items()}
-    server["known"] = torch.tensor([False, False, True])  # the last cohort's
-    server, records = METHOD.aggregate(
-        with_model(MODEL, moment(0, 1)), server, records, CohortUpdate(up, torch.tensor([3, 3]))
-    )
-    assert server["known"].tolist() == [True, True, False]
+    records = {name: value.repeat(2, 1) for name, value in record.items()}
+    server["has_prototype"] = torch.tensor([False, False, True])  # of the previous cohort
+    update = CohortUpdate(upload, torch.tensor([3, 3]))
+    server, records = METHOD.aggregate(context(0, 1, model=MODEL), server, records, update)
+    assert server["has_prototype"].tolist() == [True, True, False]
     assert server["prototypes"].view(3, -1)[:, 0].tolist() == [4, 1, 0]
     assert server["theta"].equal(theta)
     assert records["head"][1].equal(MODEL.layout.split(theta)[1])  # equal heads combine to that head

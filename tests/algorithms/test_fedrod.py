@@ -2,20 +2,32 @@
 
 import pytest
 import torch
-from contexts import with_model
-from plain import RATES, SIZES, batches, both_engines, each_round, hidden, mean, samples, sgd, small, theta_0
-from walk import moment, row, walk
+from by_hand import context, run_program, update_of
+from plain_loops import (
+    RATES,
+    SIZES,
+    batches,
+    both_engines,
+    each_round,
+    hidden,
+    mean,
+    samples,
+    sgd,
+    small_federation,
+    theta_0,
+)
 
 from fedobp.algorithms import METHODS
 from fedobp.algorithms.fedrod import two_losses
-from fedobp.method import Batch, Client, CohortUpdate, Train
+from fedobp.method import Batch, Client, Train
 from fedobp.models import Model
+from fedobp.records import take
 
 METHOD = METHODS["fedrod"]()
 MODEL = Model("mlp", (4,), 3)
+CTX = context(0, 1, model=MODEL)
 THETA = MODEL.initial(1).double()
 HEAD = MODEL.layout.is_head()
-CTX = moment(0, 1)
 X = torch.linspace(-1, 2, 24, dtype=torch.float64).view(6, 4).sin()
 Y = torch.tensor([0, 0, 0, 2, 2, 0])
 
@@ -47,7 +59,7 @@ def test_the_loss_and_its_gradients_are_those_of_two_separate_losses():
     odds = MODEL.logits(theta, X).exp() * torch.tensor([4, 0, 2]).double() ** 0.7  # class 1 is absent
     balanced = -(odds.gather(1, Y[:, None])[:, 0] / odds.sum(dim=1)).log().mean()
     [expected] = torch.autograd.grad(balanced, theta)
-    torch.testing.assert_close(by_theta, expected)  # nothing of P's loss arrives here
+    torch.testing.assert_close(by_theta, expected)  # P's loss has no gradient here
     weight, bias = (part.clone().requires_grad_() for part in MODEL.head(THETA * 0.3))
     hidden = torch.relu(X @ tensors(THETA)["fc1.weight"].T + tensors(THETA)["fc1.bias"])
     joint = torch.nn.functional.cross_entropy(MODEL.logits(THETA, X) + hidden @ weight.T + bias, Y)
@@ -63,17 +75,17 @@ def test_gamma_0_is_the_ordinary_cross_entropy_even_for_absent_classes():
     assert not torch.allclose(gradients(gamma=1.0)[1], plain)
 
 
-def test_padding_of_a_class_that_the_client_does_not_have_counts_for_nothing():
+def test_padding_of_a_class_that_the_client_does_not_have_does_not_count():
     x, y = torch.cat([X, X[:2] + 1]), torch.cat([Y, torch.tensor([1, 1])])
     padded = batch(x, y, torch.tensor([1.0] * 6 + [0, 0]).double())
     for found, expected in zip(gradients(one=padded), gradients(), strict=True):
         torch.testing.assert_close(found, expected)
 
 
-def test_a_client_of_one_class_teaches_only_its_own_head():
+def test_a_client_with_one_class_trains_only_its_private_head():
     loss, by_theta, by_head = gradients(y=torch.full((6,), 2))
     assert loss.isfinite()
-    assert by_theta.eq(0).all()  # among one class there is nothing to tell apart
+    assert by_theta.eq(0).all()  # the balanced softmax over one class is constant
     assert by_head.ne(0).any()
 
 
@@ -81,43 +93,38 @@ def test_a_client_of_one_class_teaches_only_its_own_head():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_two_clients_by_hand(dtype):
     theta = THETA.to(dtype)
-    server, records, own = METHOD.init(MODEL, theta, 0)
+    server, records, state = METHOD.init(MODEL, theta, 0)
     assert server["theta"].equal(theta)
-    assert own["head"].equal(theta[HEAD])
-    download, records = METHOD.download(with_model(MODEL, CTX), server, records)
+    assert state["head"].equal(theta[HEAD])
+    download, records = METHOD.download(CTX, server, records)
     assert list(download) == ["theta"]
-    done = []
+    clients = []
     for at, step in enumerate((1.0, 5.0)):
-        state, [phase] = walk(
-            MODEL, METHOD.client_update(with_model(MODEL, CTX)), own, row(download, at), [torch.full_like(theta, step)]
-        )
+        steps = [torch.full_like(theta, step)]
+        done, [phase] = run_program(MODEL, METHOD.client_update(CTX), state, take(download, at), steps)
         assert phase == Train(5, learn=("theta", "head"), loss=two_losses)
-        assert list(state.upload) == ["theta"]
-        assert state.upload["theta"].equal(theta + step)
-        assert state.state["head"].equal(own["head"])  # `walk` moves the first vector only
-        assert state.theta[~HEAD].equal(theta[~HEAD] + step)
-        assert state.theta[HEAD].equal(theta[HEAD] + step + own["head"])  # the last local model has both heads
-        done.append(state.upload["theta"])
-    server, _ = METHOD.aggregate(
-        with_model(MODEL, CTX), server, records, CohortUpdate({"theta": torch.stack(done)}, torch.tensor([1, 3]))
-    )
+        assert list(done.upload) == ["theta"]
+        assert done.upload["theta"].equal(theta + step)
+        assert done.state["head"].equal(state["head"])  # `run_program` changes the first vector only
+        assert done.theta[~HEAD].equal(theta[~HEAD] + step)
+        assert done.theta[HEAD].equal(theta[HEAD] + step + state["head"])  # the last local model has both heads
+        clients.append(done)
+    server, _ = METHOD.aggregate(CTX, server, records, update_of(clients, 1, 3))
     torch.testing.assert_close(server["theta"], theta + 4)
-    served, _ = walk(
-        MODEL, METHOD.personalize(with_model(MODEL, CTX)), {"head": own["head"] * 2}, {"theta": server["theta"]}, []
-    )
+    served, _ = run_program(MODEL, METHOD.personalize(CTX), {"head": state["head"] * 2}, {"theta": server["theta"]})
     assert served.scratch["mine"].equal(HEAD)
     assert served.theta.dtype == dtype
     x = X.to(dtype)
     both = [MODEL.logits(MODEL.layout.join(server["theta"][~HEAD], head), x) for head in
-            (server["theta"][HEAD], own["head"] * 2)]  # fmt: skip
+            (server["theta"][HEAD], state["head"] * 2)]  # fmt: skip
     torch.testing.assert_close(MODEL.logits(served.theta, x), sum(both))
 
 
 @pytest.mark.parametrize("rates", RATES)
 @pytest.mark.parametrize("gamma", [1.0, 0.4])
-def test_runs_are_those_of_a_plain_loop(gamma, rates):
+def test_runs_equal_a_plain_loop(gamma, rates):
     """Each client has samples of a few classes only."""
-    federation = small("fedrod", rates, {"gamma": gamma}, partition="shards")
+    federation = small_federation("fedrod", rates, {"gamma": gamma}, partition="shards")
     shared = theta_0(federation)  # W, b, and G's
     heads = dict.fromkeys(range(4), shared[2:])
 

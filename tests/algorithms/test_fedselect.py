@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from contexts import with_model
-from plain import RATES, SIZES, batches, both_engines, each_round, fit, sgd, small, theta_0
+from by_hand import context, run_program, update_of, vector
+from plain_loops import RATES, SIZES, batches, both_engines, each_round, network_loss, sgd, small_federation, theta_0
 from torch import nn
-from walk import moment, vector
 
 from fedobp.algorithms import METHODS
 from fedobp.method import Client, CohortUpdate, Sparse, Train
 from fedobp.models import NETS, Layout, Model, register
+from fedobp.records import mask_unsent, take
 
 METHOD = METHODS["fedselect"]
 SMALL = {"rounds": 6, "alpha": 0.3, "eval_every": 6}
@@ -36,11 +36,11 @@ def bits(mask):
     return "".join(str(int(bit)) for bit in mask)
 
 
-def visit(method, own, download, step):
-    """Train by hand: each pass moves what it may by `step`."""
-    ctx, hparams = moment(0, epochs=1), {name: torch.tensor(value) for name, value in method.hparams().items()}
-    client = Client(own, download, {}, {}, hparams)
-    for item in method.client_update(with_model(tiny(), ctx)):
+def train(method, state, download, step):
+    """Run one client's program; each pass adds `step` to the entries that it trains."""
+    hparams = {name: torch.tensor(value) for name, value in method.hparams().items()}
+    client = Client(state, download, {}, {}, hparams)
+    for item in method.client_update(context(0, model=tiny(), epochs=1)):
         if isinstance(item, Train):
             client = client.set(theta=torch.where(client.scratch[item.mask], client.theta + step, client.theta))
         else:
@@ -69,8 +69,8 @@ def grown(moved, mine, model=None, **options):
         ([1, -9, 3, 2, 50, 50], "111000", {"grow": 1.0}, "111100"),  # three of four are not above 80 per cent
         ([1, -9, 3, 2, 50, 50], "111000", {"grow": 1.0, "cap": 0.7}, "111000"),
         ([1, -9, 3, 2, 50, 50], "111000", {"grow": 1.0, "cap": 0.75}, "111100"),
-        ([3, 3, 3, 1, 50, 50], "000000", {}, "111000"),  # ties go together
-        ([0, 0, 0, 2, 50, 50], "000000", {"grow": 0.5}, "000100"),  # what has not moved stays shared
+        ([3, 3, 3, 1, 50, 50], "000000", {}, "111000"),  # ties become personal together
+        ([0, 0, 0, 2, 50, 50], "000000", {"grow": 0.5}, "000100"),  # entries without a change stay shared
         ([0, 0, 0, 0, 0, 0], "000000", {"grow": 1.0}, "000000"),
         ([1, -9, 3, 2, 50, 60], "000000", {"mode": "as-published"}, "000011"),  # all tensors, 6 - round(4.5) of them
     ],
@@ -85,123 +85,104 @@ def test_statistics_of_batch_norm_do_not_compete_in_the_port():
     assert grown(moved, mine, model, mode="as-published") == "010000"  # 4 - round(3) of them
 
 
-def test_the_mean_is_over_those_who_sent_an_entry():
+def test_the_mean_is_over_the_clients_that_sent_an_entry():
     keep = torch.tensor([[1, 1, 0, 0, 1, 1], [1, 0, 1, 0, 1, 1]]).bool()
     values = torch.tensor([[2.0, 4, NAN, NAN, 9, 1], [6, NAN, 8, NAN, 9, 1]])
     server = {"theta": vector(10, 10, 10, 10, 10, 1)}
-    server, records = METHOD().aggregate(
-        with_model(tiny(), moment(0, 1)),
-        server,
-        {},
-        CohortUpdate({"theta": Sparse(values, keep)}, torch.tensor([9, 1])),
-    )
-    assert server["theta"].tolist() == [4, 4, 8, 10, 9, 1]  # sizes do not count, and nobody sent the fourth
+    update = CohortUpdate({"theta": Sparse(values, keep)}, torch.tensor([9, 1]))
+    server, records = METHOD().aggregate(context(0, 1, model=tiny()), server, {}, update)
+    assert server["theta"].tolist() == [4, 4, 8, 10, 9, 1]  # sizes do not count, and no client sent the fourth
     assert records["mine"].equal(~keep)
 
 
 @pytest.mark.essential
 def test_five_visits_by_hand():
-    method, model, theta = METHOD(grow=0.25, every=3), tiny(), torch.zeros(6)
-    server, records, own = method.init(model, theta, 0)
-    records = {name: value[None] for name, value in records.items()}
+    method, model = METHOD(grow=0.25, every=3), tiny()
+    ctx = context(0, model=model)
+    server, record, state = method.init(model, torch.zeros(6), 0)
+    records = {name: value[None] for name, value in record.items()}
     step, masks, kept = vector(1, 2, 3, 4, 5, 6), [], []
     for count in range(5):
-        download, records = method.download(with_model(model, moment(0)), server, records)
-        arrived = Sparse(
-            torch.where(download["theta"].keep[0], download["theta"].values[0], NAN), download["theta"].keep[0]
-        )
-        client = visit(method, own, {"theta": arrived}, step)
-        own = client.state
-        masks.append(bits(own["mine"]))
+        download, records = method.download(ctx, server, records)
+        client = train(method, state, mask_unsent(take(download, 0)), step)
+        state = client.state
+        masks.append(bits(state["mine"]))
         kept.append(bits(client.upload["theta"].keep))
-        up = {"theta": Sparse(client.upload["theta"].values[None], client.upload["theta"].keep[None])}
-        server, records = method.aggregate(
-            with_model(model, moment(0)), server, records, CohortUpdate(up, torch.tensor([1]))
-        )
-        server["theta"] = server["theta"] * 10  # others were here in between
-        assert int(own["visits"]) == count + 1
+        server, records = method.aggregate(ctx, server, records, update_of([client], 1))
+        server["theta"] = server["theta"] * 10  # other clients' rounds
+        assert int(state["visits"]) == count + 1
     assert masks == ["000000"] * 3 + ["000100"] * 2  # the 4th visit is the first to grow
-    assert kept == ["111111"] * 4 + ["111011"]  # and its upload still has everything
-    # Its new personal entry took the server's value once more, 44440, and has moved on from that.
-    assert own["theta"][3].item() == 44444
-    assert own["reference"].tolist() == (1111 * step).tolist()
-    download, _ = method.download(with_model(model, moment(0)), server, records)
-    [served] = [item(model, Client(own, {"theta": Sparse(*(one[0] for one in download["theta"]))}, {}, {}, {}))
-                for item in method.personalize(with_model(model, moment(0)))]  # fmt: skip
+    assert kept == ["111111"] * 4 + ["111011"]  # and its upload still has all entries
+    # The new personal entry starts once more from the server's value, 44440.
+    assert state["theta"][3].item() == 44444
+    assert state["reference"].tolist() == (1111 * step).tolist()
+    download, _ = method.download(ctx, server, records)
+    served, _ = run_program(model, method.personalize(ctx), state, take(download, 0))
     assert bits(served.scratch["mine"]) == "000100"
     assert served.theta.tolist() == [*(10 * 11111 * step[:3]).tolist(), 44444, *(10 * 11111 * step[4:]).tolist()]
 
 
-def test_a_client_never_selected_is_served_the_global_model():
+def test_a_client_that_has_never_trained_is_served_the_global_model():
     method, model = METHOD(), tiny()
-    _, records, own = method.init(model, torch.zeros(6), 0)
-    download, _ = method.download(
-        with_model(model, moment(0)), {"theta": vector(1, 2, 3, 4, 5, 6)}, {"mine": records["mine"][None]}
-    )
-    served = method.personalize(with_model(model, moment(0)))[0](
-        model, Client(own, {"theta": Sparse(*(x[0] for x in download["theta"]))}, {}, {}, {})
-    )
+    ctx = context(0, model=model)
+    _, record, state = method.init(model, torch.zeros(6), 0)
+    download, _ = method.download(ctx, {"theta": vector(1, 2, 3, 4, 5, 6)}, {"mine": record["mine"][None]})
+    served, _ = run_program(model, method.personalize(ctx), state, take(download, 0))
     assert served.theta.tolist() == [1, 2, 3, 4, 5, 6]
     assert not served.scratch["mine"].any()
 
 
-def test_passes():
+def test_the_passes_of_both_modes():
     pairs = [Train(1, mask="personal"), Train(1, mask="shared")]
-    assert [
-        item for item in METHOD().client_update(with_model(None, moment(0))) if isinstance(item, Train)
-    ] == pairs * 5
+    assert [item for item in METHOD().client_update(context(0)) if isinstance(item, Train)] == pairs * 5
     port = METHOD(mode="as-published")
-    assert [item for item in port.client_update(with_model(None, moment(0))) if isinstance(item, Train)] == [
+    assert [item for item in port.client_update(context(0)) if isinstance(item, Train)] == [
         Train(5, mask="personal"), Train(5, mask="shared"),
     ]  # fmt: skip
-    assert (METHOD().sequential, port.sequential) == (True, False)
+    assert (METHOD().sequential, port.sequential) == (False, True)
 
 
 # The port, by hand: a mask that all clients share, and whole tensors.
 
 
-def test_the_ports_mask_goes_from_client_to_client():
+def test_the_ports_mask_passes_from_client_to_client():
     method, model = METHOD(mode="as-published", every=1, grow=0.2), tiny()
-    server, _, own = method.init(model, torch.zeros(6), 0)
-    owns, step, masks, sent = {}, vector(2, 4, 6, 8, 1, 1), [], []
+    server, _, state = method.init(model, torch.zeros(6), 0)
+    states, step, masks, sent = {}, vector(2, 4, 6, 8, 1, 1), [], []
     for client, round in ((0, 1), (1, 1), (2, 1), (0, 2), (1, 2)):
-        ctx = moment(client, round=round)
-        download, _ = method.download(with_model(model, ctx), server, {})
-        done = visit(method, owns.get(client, own), {name: value[0] for name, value in download.items()}, step)
-        owns[client] = done.state
+        ctx = context(client, model=model, round=round)
+        download, _ = method.download(ctx, server, {})
+        done = train(method, states.get(client, state), take(download, 0), step)
+        states[client] = done.state
         masks.append(bits(server["mine"]))
         sent.append(bits(done.upload["theta"].keep))
-        up = {name: value[None] for name, value in done.upload.items() if name != "theta"}
-        up["theta"] = Sparse(*(one[None] for one in done.upload["theta"]))
-        server, _ = method.aggregate(with_model(model, ctx), server, {}, CohortUpdate(up, torch.tensor([1])))
+        server, _ = method.aggregate(ctx, server, {}, update_of([done], 1))
     # The second visit makes entry 3 personal for all: then the whole weight is private, and the bias is shared.
     assert masks == ["000000", "000000", "000100", "001100", "011100"]
     assert sent == ["111111", "111111", "000011", "000011", "000011"]
-    assert server["theta"][:4].tolist() == step[:4].tolist()  # the mean of the first two, ever after
+    assert server["theta"][:4].tolist() == step[:4].tolist()  # the mean of the first two, from then on
     assert server["theta"][4:].tolist() == [2, 2]
-    assert owns[2]["theta"].tolist() == step.tolist()  # at its first visit it had nothing private yet
-    assert owns[0]["theta"].tolist() == [4, 8, 12, 16, 2, 2]
-    download, _ = method.download(with_model(model, moment(0, round=2)), server, {})
-    for client, state in ((0, owns[0]), (3, own)):
-        served = method.personalize(with_model(model, moment(client)))[0](
-            model, Client(state, {name: value[0] for name, value in download.items()}, {}, {}, {})
-        )
+    assert states[2]["theta"].tolist() == step.tolist()  # at its first visit it has no private values
+    assert states[0]["theta"].tolist() == [4, 8, 12, 16, 2, 2]
+    download, _ = method.download(context(0, round=2, model=model), server, {})
+    for client, one in ((0, states[0]), (3, state)):
+        served, _ = run_program(model, method.personalize(context(client, model=model)), one, take(download, 0))
         assert bits(served.scratch["mine"]) == ("111100" if client == 0 else "000000")
-        assert served.theta.tolist() == [*(state if client == 0 else server)["theta"][:4].tolist(), 2, 2]
+        assert served.theta.tolist() == [*(one if client == 0 else server)["theta"][:4].tolist(), 2, 2]
 
 
-def test_the_ports_growth_looks_at_the_change_of_one_visit():
+def test_the_ports_growth_uses_the_change_of_one_visit():
     method, start = METHOD(mode="as-published", every=1, grow=0.2), vector(50, 40, 30, 20, 10, 0)
-    own = {"theta": torch.zeros(6), "seen": torch.tensor(True)}
+    state = {"theta": torch.zeros(6), "seen": torch.tensor(True)}
     download = {"theta": start, "start": start, "mine": torch.zeros(6).bool(), "visits": torch.tensor(1)}
-    assert bits(visit(method, own, download, vector(0, 0, 0, 1, 0, 0)).upload["mine"]) == "000100"
+    assert bits(train(method, state, download, vector(0, 0, 0, 1, 0, 0)).upload["mine"]) == "000100"
 
 
 # Against a plain loop.
 
 
 def message(mine):
-    """The bytes of what is not personal, in float64, and of a mask in its cheapest form."""
+    """Return the bytes of the shared entries, in float64, and of a mask in its cheapest form."""
     size = sum(SIZES)
     kept = size - sum(int(one.sum()) for one in mine)
     return 8 * kept + min(4 * kept, 4 * (size - kept), math.ceil(size / 8))
@@ -209,25 +190,27 @@ def message(mine):
 
 @pytest.mark.parametrize("rates", RATES)
 @pytest.mark.parametrize("options", [{"every": 2, "grow": 0.5}, {"every": 1, "grow": 0.6, "cap": 0.5}])
-def test_runs_are_those_of_a_plain_loop(options, rates):
-    """Coded with tensors that are picked by their masks."""
-    federation, method = small("fedselect", rates, options, **SMALL), METHOD(**options)
+def test_runs_equal_a_plain_loop(options, rates):
+    """The plain loop selects entries by boolean masks, tensor by tensor."""
+    federation, method = small_federation("fedselect", rates, options, **SMALL), METHOD(**options)
     theta = theta_0(federation)
     masks, sent = ([[torch.zeros_like(one).bool() for one in theta] for _ in range(4)] for _ in range(2))
-    own, reference, visits, download, up = [theta] * 4, [theta] * 4, [0] * 4, 0, 0
+    last, reference, visits, downloaded, uploaded = [theta] * 4, [theta] * 4, [0] * 4, 0, 0
 
     def merge(client):
-        return [torch.where(*each) for each in zip(sent[client], own[client], theta, strict=True)]
+        return [torch.where(*each) for each in zip(sent[client], last[client], theta, strict=True)]
 
     for round, cohort in each_round(federation):
         for client in cohort:
             values, mine = merge(client), masks[client]
-            download += message(sent[client])
+            downloaded += message(sent[client])
             for phase in (2, 3, 4, 5):  # personal entries and shared ones in turn
                 moving = [one if phase % 2 == 0 else ~one for one in mine]
-                values = sgd(federation, values, fit, batches(federation, client, round, phase, 1), moving=moving)
-            own[client], sent[client] = values, mine
-            up += message(mine)
+                values = sgd(
+                    federation, values, network_loss, batches(federation, client, round, phase, 1), moving=moving
+                )
+            last[client], sent[client] = values, mine
+            uploaded += message(mine)
             if visits[client] and visits[client] % method.every == 0:
                 masks[client] = list(mine)
                 for at in (0, 2):
@@ -240,33 +223,33 @@ def test_runs_are_those_of_a_plain_loop(options, rates):
         after = []
         for at, old in enumerate(theta):
             senders = torch.stack([~sent[client][at] for client in cohort])
-            total = (torch.stack([own[client][at] for client in cohort]) * senders).sum(dim=0)
+            total = (torch.stack([last[client][at] for client in cohort]) * senders).sum(dim=0)
             after.append(torch.where(senders.any(dim=0), total / senders.sum(dim=0), old))
         theta = after
     kept = [sum(int(one.sum()) for one in mine) for mine in sent]
     assert max(kept) > 100
-    assert up < download  # what is sent lags behind by a visit
+    assert uploaded < downloaded  # downloads have the mask of the previous visit
     for result in both_engines(federation, theta, {client: merge(client) for client in range(4)}):
         assert (result.personal.min, result.personal.max) == (min(kept), max(kept))
-        assert (result.bytes.down_total, result.bytes.up_total) == (download, up)
+        assert (result.bytes.down_total, result.bytes.up_total) == (downloaded, uploaded)
 
 
-def test_the_port_becomes_training_alone():
-    result = small("fedselect", "one batch", **SMALL).run(mode="as-published", grow=0.5)
+def test_the_port_becomes_local_only_training():
+    result = small_federation("fedselect", "one batch", **SMALL).run(mode="as-published", grow=0.5)
     model = result.state_dict(0)
     assert result.personal.share > 0.99
     assert any(not torch.equal(model[name], result.state_dict(1)[name]) for name in model)
 
 
 def test_every_option_changes_the_model():
-    federation = small("fedselect", "one batch", {"every": 1}, **SMALL)
+    federation = small_federation("fedselect", "one batch", {"every": 1}, **SMALL)
     kept = [federation.run(**change).personal.mean for change in ({}, {"every": 2}, {"grow": 0.5}, {"cap": 0.1})]
     assert len(set(kept)) == 4
 
 
 @pytest.mark.parametrize("engine", ["serial", "lanes"])
 def test_running_statistics_of_batch_norm_stay_on_the_client(engine, monkeypatch):
-    """Both passes of an epoch move them, nobody sends them, and the server's stay as they were."""
+    """Both passes of an epoch change them, clients never upload them, and the server's do not change."""
 
     def normed(shape, classes):
         layers = OrderedDict(flatten=nn.Flatten(), fc=nn.Linear(64, 4), norm=nn.BatchNorm1d(4))
@@ -274,12 +257,12 @@ def test_running_statistics_of_batch_norm_stay_on_the_client(engine, monkeypatch
 
     monkeypatch.setitem(NETS, "normed", normed)
     slow = {**SMALL, "model": "normed", "rounds": 1, "epochs": 1, "lr": 1e-12, "engine": engine}
-    federation = small("fedselect", "one batch", **slow)
+    federation = small_federation("fedselect", "one batch", **slow)
     result, data = federation.run(), federation.data
-    start, (_, visited) = federation.model.initial(federation.config.seed).double(), next(each_round(federation))
+    start, (_, trained) = federation.model.initial(federation.config.seed).double(), next(each_round(federation))
     for client in range(data.clients):
         module = federation.model.module(start).train()
-        for _ in range(2 if client in visited else 0):  # so slow a training leaves the weights as they are
+        for _ in range(2 if client in trained else 0):  # so slow a training leaves the weights as they are
             module(data.inputs(client, "train"))
         found = result.state_dict(client)
         for name in ("norm.running_mean", "norm.running_var"):

@@ -2,25 +2,24 @@
 
 import pytest
 import torch
-from contexts import with_model
-from plain import RATES, SIZES, batches, both_engines, each_round, flat, mean, small, theta_0
-from sweeps import draw, numbers, padded, visit
+from by_hand import context, draw_batches, hyper_parameters, padded_batch, run_sweeps, update_of, vector
+from plain_loops import RATES, SIZES, batches, both_engines, each_round, flat, mean, small_federation, theta_0
 from torch.nn import functional
-from walk import moment, row, vector
 
 from fedobp.algorithms import METHODS
 from fedobp.method import Client, CohortUpdate
 from fedobp.models import Model
+from fedobp.records import take
 
 PFedMe = METHODS["pfedme"]
-CTX = moment(0, 1, epochs=2)
 MODEL = Model("mlp", (4,), 3)
+CTX = context(0, 1, epochs=2, model=MODEL)
 THETA = MODEL.initial(0).double()
-BATCHES = {0: draw(1, [5, 3, 2]), 1: draw(2, [4, 1])}  # a batch of one sample is skipped
+BATCHES = {0: draw_batches(1, [5, 3, 2]), 1: draw_batches(2, [4, 1])}  # a batch of one sample is skipped
 MANY = {"inner": 3, "lam": 4.0, "eta_p": 0.07, "mu": 0.2, "beta": 1.5}
 
 
-def plain_visit(model, received, data, lr, method):
+def plain_training(model, received, data, lr, method):
     """Train two modules, parameter by parameter."""
     personal, shared = model.module(received), model.module(received)
     for x, y in data:
@@ -39,97 +38,87 @@ def plain_visit(model, received, data, lr, method):
 
 
 @pytest.mark.parametrize("options", [{}, MANY, *({name: value} for name, value in MANY.items())])
-def test_two_rounds_are_those_of_a_plain_loop(options):
+def test_two_rounds_equal_a_plain_loop(options):
     method = PFedMe.configure(options)
-    hparams = numbers(lr=0.05, momentum=0.9, weight_decay=0.3, **method.hparams())  # momentum and decay are not its own
-    server, records, own = method.init(MODEL, THETA, 0)
-    shared, owns = THETA, [own, own]
+    unused = {"momentum": 0.9, "weight_decay": 0.3}
+    hparams = hyper_parameters(lr=0.05, **unused, **method.hparams())
+    server, records, state = method.init(MODEL, THETA, 0)
+    shared, states = THETA, [state, state]
     for _ in range(2):
-        download, records = method.download(with_model(MODEL, CTX), server, records)
+        download, records = method.download(CTX, server, records)
         assert list(download) == ["theta"]
-        up, models = [], []
+        trained, models = [], []
         for client in (0, 1):
-            program = method.client_update(with_model(MODEL, CTX))
-            done, epochs = visit(
-                MODEL, program, owns[client], row(download, client), hparams, lambda _, c=client: BATCHES[c]
-            )
-            theta, w = plain_visit(MODEL, shared, BATCHES[client] * 2, 0.05, method)
+            program, received = method.client_update(CTX), take(download, client)
+            done, epochs = run_sweeps(MODEL, program, states[client], received, hparams, lambda _, c=client: BATCHES[c])
+            theta, w = plain_training(MODEL, shared, BATCHES[client] * 2, 0.05, method)
             assert epochs == [2]
             assert list(done.upload) == ["theta"]
             torch.testing.assert_close(done.state["theta"], theta, rtol=0, atol=1e-12)
             torch.testing.assert_close(done.upload["theta"], w, rtol=0, atol=1e-12)
             assert done.theta.equal(done.state["theta"])
-            owns[client] = done.state
-            up.append(done.upload["theta"])
+            states[client] = done.state
+            trained.append(done)
             models.append(w)
-        server, records = method.aggregate(
-            with_model(MODEL, CTX), server, records, CohortUpdate({"theta": torch.stack(up)}, torch.tensor([1, 3]))
-        )
+        server, records = method.aggregate(CTX, server, records, update_of(trained, 1, 3))
         shared = (1 - method.beta) * shared + method.beta * (models[0] + 3 * models[1]) / 4
         torch.testing.assert_close(server["theta"], shared, rtol=0, atol=1e-12)
-    served, _ = visit(
-        MODEL, method.personalize(with_model(MODEL, CTX)), owns[1], {"theta": shared}, hparams, lambda _: []
-    )
-    assert served.theta.equal(owns[1]["theta"])
+    served, _ = run_sweeps(MODEL, method.personalize(CTX), states[1], {"theta": shared}, hparams, lambda _: [])
+    assert served.theta.equal(states[1]["theta"])
     assert served.scratch["mine"].all()
 
 
 @pytest.mark.essential
 @pytest.mark.parametrize(("beta", "expected"), [(0, [1, 2]), (0.5, [2.5, 4]), (1, [4, 6]), (2, [7, 10])])
-def test_how_far_the_server_moves(beta, expected):
+def test_the_server_interpolates_by_beta(beta, expected):
     uploads = torch.stack([vector(1, 9), vector(5, 5)])
     method, server = PFedMe(beta=beta), {"theta": vector(1, 2)}
-    after, _ = method.aggregate(
-        with_model(None, CTX), server, {}, CohortUpdate({"theta": uploads}, torch.tensor([1, 3]))
-    )
+    after, _ = method.aggregate(CTX, server, {}, CohortUpdate({"theta": uploads}, torch.tensor([1, 3])))
     assert after["theta"].tolist() == expected
 
 
-def test_without_a_batch_the_received_model_is_kept_and_sent_back():
+def test_without_a_batch_the_received_model_is_kept_and_uploaded():
     method = PFedMe()
-    for none in ([], draw(0, [1])):
-        own, download, hparams = {"theta": THETA * 2}, {"theta": THETA}, numbers(**method.hparams())
-        done, _ = visit(
-            MODEL, method.client_update(with_model(MODEL, CTX)), own, download, hparams, lambda _, b=none: b
-        )
+    for none in ([], draw_batches(0, [1])):
+        state, download, hparams = {"theta": THETA * 2}, {"theta": THETA}, hyper_parameters(**method.hparams())
+        done, _ = run_sweeps(MODEL, method.client_update(CTX), state, download, hparams, lambda _, b=none: b)
         assert done.state["theta"].equal(THETA)
         assert done.upload["theta"].equal(THETA)
 
 
-def test_a_client_never_selected_uses_theta_0():
-    own = PFedMe().init(MODEL, THETA, 0).state
-    served, _ = visit(
-        MODEL, PFedMe().personalize(with_model(MODEL, CTX)), own, {"theta": THETA * 5}, numbers(), lambda _: []
-    )
+def test_a_client_that_has_never_trained_uses_theta_0():
+    state = PFedMe().init(MODEL, THETA, 0).state
+    program, download = PFedMe().personalize(CTX), {"theta": THETA * 5}
+    served, _ = run_sweeps(MODEL, program, state, download, hyper_parameters(), lambda _: [])
     assert served.theta.equal(THETA)
 
 
 @pytest.mark.parametrize(("eta_p", "converges"), [(0.5, True), (0.75, True), (1.25, False)])
-def test_the_pull_converges_below_2(eta_p, converges):
-    """Where the loss is flat, the pull lam/2 |theta - w|^2 is left: eta_p lam is 1, 1.5 and 2.5."""
+def test_the_proximal_term_converges_below_2(eta_p, converges):
+    """With a constant loss only the term lam/2 |theta - w|^2 is left: eta_p lam is 1, 1.5 and 2.5."""
 
-    class Flat:
+    class Constant:
         def logits(self, theta, x):
             return x
 
     method = PFedMe.configure({"lam": 2.0, "mu": 0.0, "eta_p": eta_p, "inner": 30})
-    _, sweep, _ = method.client_update(with_model(MODEL, CTX))
-    [(x, y)], hparams = draw(0, [4]), numbers(lr=0.0, **method.hparams())
+    _, sweep, _ = method.client_update(CTX)
+    [(x, y)], hparams = draw_batches(0, [4]), hyper_parameters(lr=0.0, **method.hparams())
     client = Client(state={}, download={}, scratch={"theta": THETA + 1, "shared": THETA}, upload={}, hparams=hparams)
-    away = (sweep.step(Flat(), client, padded(x, y, 0, 0)).theta - THETA).abs()
-    assert (away < 1e-8).all() if converges else (away > 1e5).all()
+    distance = (sweep.step(Constant(), client, padded_batch(x, y, 0, 0)).theta - THETA).abs()
+    assert (distance < 1e-8).all() if converges else (distance > 1e5).all()
 
 
 @pytest.mark.parametrize("rates", RATES)
-def test_runs_are_those_of_a_plain_loop(rates):
-    federation = small("pfedme", rates, MANY, lr=0.05)
+def test_runs_equal_a_plain_loop(rates):
+    federation = small_federation("pfedme", rates, MANY, lr=0.05)
     method, shared = PFedMe.configure(MANY), flat(theta_0(federation))
     personal = dict.fromkeys(range(4), shared)
     for round, cohort in each_round(federation):
         models = []
         for client in cohort:
             data = batches(federation, client, round, phase=1, epochs=2)
-            personal[client], w = plain_visit(federation.model, shared, data, 0.05, method)
+            personal[client], w = plain_training(federation.model, shared, data, 0.05, method)
             models.append([w])
         [middle] = mean(federation, cohort, models)
         shared = (1 - method.beta) * shared + method.beta * middle

@@ -1,32 +1,26 @@
-"""SCAFFOLD with two clients, worked out by hand, and against a plain loop."""
+"""SCAFFOLD with two clients, by hand and against a plain loop."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from contexts import with_model
-from plain import RATES, batches, both_engines, each_round, flat, small, theta_0
+from by_hand import context, run_program, update_of, vector
+from plain_loops import RATES, batches, both_engines, each_round, flat, small_federation, theta_0
 from torch.nn import functional
-from walk import moment, row, vector, walk
 
 from fedobp.algorithms import METHODS
 from fedobp.method import Client, CohortUpdate, Train
+from fedobp.records import take
 
 METHOD = METHODS["scaffold"]()
-CTX = replace(moment(0, 1), clients=4)
+CTX = context(0, 1, clients=4)
 
 
-def visit(own, download, step, steps, momentum=0.0):
-    """Train by hand: `step` is what the model moves by, in so many steps of 0.5."""
-    client = Client(
-        own,
-        download,
-        {},
-        {},
-        {"lr": torch.tensor(0.5), "momentum": torch.tensor(momentum)},
-        {"steps": torch.tensor(steps)},
-    )
-    for item in METHOD.client_update(with_model(None, CTX)):
+def train(state, download, step, steps, momentum=0.0):
+    """Run one client's program: training moves the model by `step`, in so many steps with learning rate 0.5."""
+    hparams = {"lr": torch.tensor(0.5), "momentum": torch.tensor(momentum)}
+    client = Client(state, download, {}, {}, hparams, {"steps": torch.tensor(steps)})
+    for item in METHOD.client_update(CTX):
         if isinstance(item, Train):
             assert item == Train(5, drift="drift")
             client = client.set(theta=client.theta + step)
@@ -37,62 +31,61 @@ def visit(own, download, step, steps, momentum=0.0):
 
 @pytest.mark.essential
 def test_two_rounds_by_hand():
-    server, records, own = METHOD.init(None, vector(1, 2), 0)
-    download, records = METHOD.download(with_model(None, CTX), server, records)
+    server, records, state = METHOD.init(None, vector(1, 2), 0)
+    download, records = METHOD.download(CTX, server, records)
     assert sorted(download) == ["control", "theta"]
-    first, second = visit(own, row(download, 0), vector(-2, 0), 2), visit(own, row(download, 1), vector(0, 4), 4)
+    first = train(state, take(download, 0), vector(-2, 0), 2)
+    second = train(state, take(download, 1), vector(0, 4), 4)
     assert first.scratch["drift"].tolist() == [0, 0]
     assert first.state["control"].tolist() == [2, 0]  # (w - y) / (K lr) = 2 / (2 * 0.5)
     assert second.state["control"].tolist() == [0, -2]
-    up = {name: torch.stack([first.upload[name], second.upload[name]]) for name in first.upload}
-    server, records = METHOD.aggregate(with_model(None, CTX), server, records, CohortUpdate(up, torch.tensor([1, 3])))
+    server, records = METHOD.aggregate(CTX, server, records, update_of([first, second], 1, 3))
     assert server["theta"].tolist() == [0, 4]  # the mean of (-1, 2) and (1, 6): sizes do not count
     assert server["control"].tolist() == [0.5, -0.5]  # of four clients
-    download, _ = METHOD.download(with_model(None, CTX), server, records)
-    again = visit(first.state, row(download, 0), vector(-1, -1), 2)
+    download, _ = METHOD.download(CTX, server, records)
+    again = train(first.state, take(download, 0), vector(-1, -1), 2)
     assert again.scratch["drift"].tolist() == [-1.5, -0.5]  # c - c_i
     assert again.state["control"].tolist() == [2.5, 1.5]  # c_i - c + (w - y) / (K lr) = 1.5 + 1, 0.5 + 1
     assert again.upload["change"].tolist() == [0.5, 1.5]
 
 
-def test_clients_that_never_train_do_not_count():
+def test_held_out_clients_do_not_count():
     server, records, _ = METHOD.init(None, vector(1, 2), 0)
-    up = {"theta": torch.ones(1, 2), "change": torch.tensor([[3.0, 6.0]])}
-    ctx = replace(CTX, held_out=1)
-    server, _ = METHOD.aggregate(with_model(None, ctx), server, records, CohortUpdate(up, torch.tensor([1])))
+    upload = {"theta": torch.ones(1, 2), "change": torch.tensor([[3.0, 6.0]])}
+    server, _ = METHOD.aggregate(replace(CTX, held_out=1), server, records, CohortUpdate(upload, torch.tensor([1])))
     assert server["control"].tolist() == [1, 2]  # of three clients
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.999])
 @pytest.mark.parametrize("steps", [1, 2, 7, 365])
-def test_the_control_is_a_constant_gradient_whatever_the_momentum(momentum, steps):
+def test_the_control_of_a_constant_gradient_is_that_gradient_with_any_momentum(momentum, steps):
     gradient, velocity, moved = vector(3, -1), torch.zeros(2), torch.zeros(2)
     for _ in range(steps):
         velocity = momentum * velocity + gradient
         moved = moved - 0.5 * velocity
-    done = visit({"control": vector(0, 0)}, {"theta": vector(0, 0), "control": vector(0, 0)}, moved, steps, momentum)
-    torch.testing.assert_close(done.state["control"], gradient, rtol=1e-4, atol=0)
+    zero = vector(0, 0)
+    client = train({"control": zero}, {"theta": zero, "control": zero}, moved, steps, momentum)
+    torch.testing.assert_close(client.state["control"], gradient, rtol=1e-4, atol=0)
 
 
 def test_without_a_step_the_control_stays():
-    _, _, own = METHOD.init(None, vector(1, 2), 0)
+    _, _, state = METHOD.init(None, vector(1, 2), 0)
+    assert state["control"].tolist() == [0, 0]
     download = {"theta": vector(1, 2), "control": vector(3, 4)}
-    done = visit({"control": vector(5, 6)}, download, vector(0, 0), 0)
-    assert done.state["control"].tolist() == [5, 6]
-    assert done.upload["change"].tolist() == [0, 0]
-    assert own["control"].tolist() == [0, 0]
+    client = train({"control": vector(5, 6)}, download, vector(0, 0), 0)
+    assert client.state["control"].tolist() == [5, 6]
+    assert client.upload["change"].tolist() == [0, 0]
 
 
-def test_it_serves_the_global_model():
-    served, phases = walk(
-        None, METHOD.personalize(with_model(None, CTX)), {}, {"theta": vector(7, 8), "control": vector(0, 0)}, []
-    )
+def test_the_global_model_is_served():
+    download = {"theta": vector(7, 8), "control": vector(0, 0)}
+    served, phases = run_program(None, METHOD.personalize(CTX), {}, download)
     assert (served.theta.tolist(), phases) == ([7, 8], [])
 
 
 @pytest.mark.parametrize("rates", RATES)
-def test_runs_are_those_of_a_plain_loop(rates):
-    federation = small("scaffold", rates)
+def test_runs_equal_a_plain_loop(rates):
+    federation = small_federation("scaffold", rates)
     model, momentum, decay = federation.model, federation.config.momentum, federation.config.weight_decay
     theta = flat(theta_0(federation))
     control, controls = torch.zeros_like(theta), dict.fromkeys(range(4), torch.zeros_like(theta))

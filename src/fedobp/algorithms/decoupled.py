@@ -1,15 +1,15 @@
-"""FedOBP's scheme with interchangeable importance scores, and two pools from which the most important are taken.
+"""FedOBP's scheme with interchangeable importance scores, and quantiles over all entries or within each tensor.
 
-The paper compares three scores, I_G (eq. 5), I_F (eq. 6) and its own I_O (eq. 19), but chose entries by a quantile
-within each tensor for the first two and over all entries for the third. Here everything but the score is the same, and
-`pool` is an option of its own. With score=squared and pool=global this is `fedobp`, bit for bit.
+The paper compares three scores, I_G (eq. 5), I_F (eq. 6) and its own I_O (eq. 19), but chooses entries by a quantile
+within each tensor for the first two and over all entries for the third. Here all but the score is the same, and `pool`
+is a separate option. With score=squared and pool=global this is `fedobp`, bit for bit.
 
-The server computes what its records tell: squared, product, magnitude, random, and I_G, |before - after| of a client's
-last local training (the server knows both, as it sends what the client starts from). The Fisher scores need the
-client's samples: then the client is sent the whole global model and scores its own last model before it merges, at
-test too. I_F is printed as the squared gradient of the mean loss (fisher-batch) and coded as the mean of squared
-gradients of single samples (fisher). obd is classical OBD (eq. 12 and 13), the cost of setting an entry to 0:
-H_kk theta_k^2 / 2, with the Fisher information's diagonal for H.
+The server computes the scores that follow from its records: squared, product, magnitude, random, and I_G,
+|before - after| of a client's last local training (the server has both, as it sends the model that the client starts
+from). The Fisher scores need the client's samples: then the client is sent the whole global model and scores its last
+local model before it merges, at test too. I_F is printed as the squared gradient of the mean loss (fisher-batch) and
+coded as the mean of squared gradients of single samples (fisher). obd is classical OBD (eq. 12 and 13), the cost of
+setting an entry to 0: H_kk theta_k^2 / 2, with the diagonal of the Fisher information for H.
 """
 
 from collections.abc import Sequence
@@ -29,17 +29,17 @@ from fedobp.importance import above, smooth, squared_gradients
 from fedobp.keys import Purpose, fold, uniform
 
 
-def draw(ctx: fl.RoundContext, like: Tensor) -> Tensor:
-    """Return a random score for every entry of [clients, N], evenly spread between -1 and 0.
+def random_scores(ctx: fl.RoundContext, like: Tensor) -> Tensor:
+    """Return a random score for every entry of [clients, N], uniform between -1 and 0.
 
-    Floats are finest near 0: there, where the threshold is, hardly any two of a model's entries tie.
+    Floats are finest near 0: there, where the threshold is, hardly any two entries of a model tie.
     """
     keys = fold(ctx.seed, ctx.round, ctx.cohort, Purpose.SCORE).to(like.device)
     return -uniform(keys[:, None], like.shape[1]).to(like.dtype)
 
 
-def take_own(model: fl.Model, client: fl.Client) -> fl.Client:
-    """Lay out the client's own last model, of which the samples will tell what is important."""
+def take_last(model: fl.Model, client: fl.Client) -> fl.Client:
+    """Start from the client's last model, which is scored."""
     return client.set(theta=client.state["theta"], score=torch.zeros_like(client.state["theta"]))
 
 
@@ -95,35 +95,37 @@ class Decoupled(FedOBP):
         return self.score in STEPS
 
     def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
-        """Whoever scores holds the records: the server as in FedOBP, or the client."""
-        start = super().init(model, theta, seed)
+        """Scores and last models are kept where scores are computed: in the records, as in FedOBP, or on the client."""
+        initial = super().init(model, theta, seed)
         if self.at_client:
-            return fl.InitialState(start.server, record={}, state=start.record)
-        moved = {"moved": torch.zeros_like(theta)} if self.score == "gradient" else {}
-        return fl.InitialState(start.server, {**start.record, **moved}, start.state)
+            return fl.InitialState(initial.server, record={}, state=initial.record)
+        change = {"change": torch.zeros_like(theta)} if self.score == "gradient" else {}
+        return fl.InitialState(initial.server, {**initial.record, **change}, initial.state)
 
     def download(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> tuple[fl.Record, fl.Tensors]:
-        """Eq. 7 and 8: send what is shared; everything, if the client is to score."""
+        """Eq. 7 and 8: send the shared entries; all of them where the client scores."""
         if self.at_client:
             return {"theta": fl.broadcast(server["theta"], ctx)}, records
         download, records = super().download(ctx, server, records)
         if self.score == "gradient":
             shared = download["theta"]
             assert isinstance(shared, fl.Sparse)
-            records = {**records, "begun": shared.fill(records["theta"])}  # until the upload comes
+            records = {**records, "start": shared.fill(records["theta"])}  # until `aggregate`
         return download, records
 
     def scores(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> Tensor:
-        """Eq. 5, eq. 19, and what to compare them with."""
+        """Return the scores that the server computes: eq. 5, eq. 19, and those to compare them with."""
         if self.score == "gradient":
-            return records["moved"]
+            return records["change"]
         if self.score == "magnitude":
             return records["theta"].abs()
         if self.score == "taylor":
             if ctx.global_gradient is None:
-                raise FedobpError("score=taylor needs everybody's data, which only a simulation has: use another score")
+                raise FedobpError(
+                    "score=taylor needs the data of all clients, which only a simulation has: use another score"
+                )
             return (ctx.global_gradient(records["theta"]) * (server["theta"] - records["theta"])).abs()
-        return draw(ctx, records["theta"]) if self.score == "random" else super().scores(ctx, server, records)
+        return random_scores(ctx, records["theta"]) if self.score == "random" else super().scores(ctx, server, records)
 
     def _above(self, score: Tensor, sizes: Sequence[int]) -> Tensor:
         if self.pool == "global":
@@ -140,22 +142,22 @@ class Decoupled(FedOBP):
     def aggregate(
         self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
     ) -> tuple[fl.Tensors, fl.Tensors]:
-        """Eq. 11: average; for eq. 5, note how far each entry moved."""
+        """Eq. 11: average; for eq. 5, record the change of each entry."""
         if self.at_client:
             return {"theta": update.mean("theta")}, records
         server, records = super().aggregate(ctx, server, records, update)
         if self.score == "gradient":
-            records["moved"] = (records.pop("begun") - records["theta"]).abs()
+            records["change"] = (records.pop("start") - records["theta"]).abs()
         return server, records
 
     def personalize(self, ctx: fl.RoundContext) -> fl.Program:
-        """Eq. 9: use the merged model, after scoring one's own last one if that is the client's work."""
+        """Eq. 9: use the merged model, after scoring the last one where the client scores."""
         if not self.at_client:
             return super().personalize(ctx)
-        return [take_own, fl.Sweep(STEPS[self.score], per_sample=self.score != "fisher-batch"), self._merge]
+        return [take_last, fl.Sweep(STEPS[self.score], per_sample=self.score != "fisher-batch"), self._merge]
 
     def _merge(self, model: fl.Model, client: fl.Client) -> fl.Client:
-        """Eq. 7 and 9 on the client, whose record is `own`; without samples all scores are 0, and nothing is kept."""
+        """Eq. 7 and 9 on the client; without samples all scores are 0, and no entry is personal."""
         state, score = client.state, client.scratch["score"] / client.data["n"].clamp(min=1)
         if self.score == "fisher-batch":
             score = score.square()

@@ -1,7 +1,7 @@
 """FedBABU (Oh et al., FedBABU: Towards Enhanced Representation for Federated Image Classification, ICLR 2022).
 
-Only the base is trained and averaged; the head stays at its random start, the same for everyone, during the whole
-federation. A client fine-tunes the model on its own data before use; nothing of that is stored.
+Only the base is trained and averaged; the head stays at its random start, the same for all clients, during the whole
+training. A client fine-tunes the model on its data before use; the result is not stored.
 """
 
 from dataclasses import dataclass
@@ -28,5 +28,5 @@ class FedBABU(PartialSharing):
         return [self.take, fl.Train(ctx.epochs, part="base"), self.keep]
 
     def personalize(self, ctx: fl.RoundContext) -> fl.Program:
-        """Fine-tune, and use what comes of it."""
+        """Fine-tune, and use the result."""
         return [self.take, fl.Train(self.finetune, part=cast(fl.Part, self.tune)), all_mine]

@@ -1,8 +1,9 @@
 """FedBN (Li et al., FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021).
 
 FedAvg whose BatchNorm layers stay on the client, weights and running statistics alike; all else is shared and averaged.
-On a model without BatchNorm it is FedAvg, and says so. Its authors average without weights and let all clients train in
-every round; here the mean is weighted by samples, and a client that has never trained is served theta^0's norms.
+On a model without BatchNorm it is FedAvg, and warns. The authors average without weights and let all clients train in
+every round; here the mean is weighted by samples, and a client that has never trained is served the BatchNorm layers of
+theta^0.
 """
 
 import warnings
@@ -25,11 +26,11 @@ class FedBN(PartialSharing):
     paper: ClassVar[str] = "Li et al., FedBN, ICLR 2021"
 
     def shares(self, model: fl.Model) -> Inside:
-        """Share all but the norms."""
+        """Share all but the BatchNorm layers."""
         return lambda name: not model.layout.in_norm(name)
 
     def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
-        """Each client holds its norms; if there are none, say so."""
+        """Client state: the BatchNorm layers; warn if there are none."""
         start = super().init(model, theta, seed)
         if not start.state["private"].numel():
             warnings.warn(f"'{model.name}' has no BatchNorm, so fedbn is fedavg: use --model cnn-bn", stacklevel=2)

@@ -1,11 +1,11 @@
 """FedOBP: Federated Optimal Brain Personalization through Cloud-Edge Element-wise Decoupling.
 
-Algorithm 1. The server keeps each client's last upload theta_i beside the global model theta_g. When it sends to
+Algorithm 1. The server keeps each client's last upload theta_i beside the global model theta_g. Before it sends to
 client i, it scores every entry by (theta_i - theta_g)^2 (eq. 19), and entries whose score is strictly above the
-q-quantile are personal (eq. 7); only the others, the shared set (eq. 8), are sent. The client puts the two together
-(eq. 9), trains all of it (eq. 10) and uploads all of it; the server averages all of it (eq. 11).
+q-quantile are personal (eq. 7); only the others, the shared set (eq. 8), are sent. The client merges the received
+entries with its personal ones (eq. 9), trains all entries (eq. 10) and uploads all; the server averages all (eq. 11).
 
-Score and mask are the server's work, so that they exist once, for the whole cohort, and on equal terms for a node.
+The server computes scores and masks: once for the whole cohort, and in the same way for a simulated client and a node.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ from fedobp.models import is_statistic
 
 
 def merge(model: fl.Model, client: fl.Client) -> fl.Client:
-    """Eq. 9: the shared values where they were sent, the client's own last local values elsewhere."""
+    """Eq. 9: the shared values where they were sent, the client's last local values elsewhere."""
     shared = client.download["theta"]
     assert isinstance(shared, fl.Sparse)
     return client.set(theta=shared.fill(client.state["theta"]), mine=~shared.keep)
 
 
 def keep_and_upload(model: fl.Model, client: fl.Client) -> fl.Client:
-    """Keep the trained model, and send all of it."""
+    """Keep the trained model in the client state, and upload all of it."""
     return client.remember(theta=client.theta).send(theta=client.theta)
 
 
@@ -37,7 +37,7 @@ class FedOBP(fl.Method):
     """A shared model with a few personal entries per client, chosen by importance."""
 
     name: ClassVar[str] = "fedobp"
-    summary: ClassVar[str] = "a shared model, of which each client keeps the few entries that moved furthest from it"
+    summary: ClassVar[str] = "a shared model; each client keeps the few entries in which its own model differs most"
     paper: ClassVar[str] = "FedOBP: Federated Optimal Brain Personalization through Cloud-Edge Element-wise Decoupling"
     keeps_last_model: ClassVar[bool] = True
 
@@ -45,7 +45,9 @@ class FedOBP(fl.Method):
         0.999, "share of entries below the threshold; the paper's value for its datasets with `cnn`", low=0.0, high=1.0
     )
     score: str = fl.option(
-        "squared", "squared: eq. 19; product: |(own - global) * own|, as in the released code", choices=tuple(SCORES)
+        "squared",
+        "squared: eq. 19; product: |(local - global) * local|, as in the released code",
+        choices=tuple(SCORES),
     )
     norm: str = fl.option(
         "none", "min-max over all entries (global) or within each tensor (layer)", choices=("none", "layer", "global")
@@ -56,12 +58,12 @@ class FedOBP(fl.Method):
     ema: float = fl.option(0.0, "weight of a client's earlier scores; 0, the paper's, is off", low=0.0, high=1.0)
     start: str = fl.option(
         "global",
-        "a client without an upload uses the global model (global), or counts theta^0 as its last model (literal)",
+        "for a client without an upload: the global model (global), or theta^0 as its last model (literal)",
         choices=("global", "literal"),
     )
 
     def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
-        """Row and own hold the same last model: the server scores what the client will merge."""
+        """Record and client state hold the same last model: the server scores what the client will merge."""
         record = fl.last_model(theta)
         if self.ema > 0:
             record |= {"score": torch.zeros_like(theta), "scored": record["seen"]}
@@ -82,7 +84,7 @@ class FedOBP(fl.Method):
         return SCORES[self.score](records["theta"], server["theta"])
 
     def personal(self, model: fl.Model, score: Tensor) -> Tensor:
-        """Return each row's personal set: the scope's pool, normalised, above its own quantile."""
+        """Return the personal set of each client: of the competing entries, normalised, those above their quantile."""
         layout = model.layout
         if self.scope == "classifier":
             base, head = layout.split(score)
@@ -106,7 +108,7 @@ class FedOBP(fl.Method):
     def aggregate(
         self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
     ) -> tuple[fl.Tensors, fl.Tensors]:
-        """Eq. 11: average the full models, personal entries included; remember each upload."""
+        """Eq. 11: average the full models, personal entries included; record each upload."""
         uploads = update.dense("theta")
         records = {**records, "theta": uploads, "seen": torch.ones_like(records["seen"])}
         return {"theta": fl.average(uploads, update.n)}, records

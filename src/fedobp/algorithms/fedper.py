@@ -1,7 +1,7 @@
 """FedPer (Arivazhagan et al., Federated Learning with Personalization Layers, 2019).
 
-The base is shared and averaged as in FedAvg; the head (the layer called `classifier`) stays on the client and never
-crosses the wire. Base and head are trained together. Everyone's head starts from theta^0.
+The base is shared and averaged as in FedAvg; the head (the layer called `classifier`) stays on the client and is never
+sent. Base and head are trained together. All heads start from theta^0.
 
 `as-published` is what ran behind the FedOBP paper's table: heads are sent and averaged too, and a client uses the
 average until it has trained once.
@@ -28,5 +28,5 @@ class FedPer(PartialSharing):
 
     @property
     def sends_all(self) -> bool:
-        """Heads are averaged as-published."""
+        """As-published, heads are averaged too."""
         return self.mode == "as-published"

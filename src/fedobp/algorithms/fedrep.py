@@ -1,11 +1,11 @@
 """FedRep (Collins et al., Exploiting Shared Representations for Personalized Federated Learning, ICML 2021).
 
-FedPer whose two parts are trained one after the other: first the private head with the base frozen, then the shared
-base with the head frozen. Its authors train 10 head epochs and 1 base epoch (CIFAR), batches of 10, momentum 0.5, and
+FedPer with the two parts trained one after the other: first the private head with the base frozen, then the shared
+base with the head frozen. The authors train 10 head epochs and 1 base epoch (CIFAR), batches of 10, momentum 0.5, and
 let every client tune its head in one more round at the end (`final_epochs`); here both parts share the common budget of
 local epochs, 4 and 1 of 5.
 
-`as-published` is FedPer's: heads are averaged too, and a client's first visit starts from that average.
+`as-published` is that of FedPer: heads are averaged too, and a client's first round starts from that average.
 """
 
 from dataclasses import dataclass
@@ -23,14 +23,11 @@ class FedRep(FedPer):
     summary: ClassVar[str] = "shared base, private head: first the head is trained, then the base"
     paper: ClassVar[str] = "Collins et al., Exploiting Shared Representations for Personalized FL, ICML 2021"
 
-    base_epochs: int = fl.option(1, "local epochs for the base, after the head's; 1 is the authors' own", low=0)
-
-    final_epochs: int = fl.option(
-        0, "head epochs of all clients after the last round; the authors take 10 or more", low=0
-    )
+    base_epochs: int = fl.option(1, "local epochs for the base, after the head's; 1 is the authors' value", low=0)
+    final_epochs: int = fl.option(0, "head epochs of all clients after the last round; the authors: 10 or more", low=0)
 
     def cohorts(self, round: int, rounds: int) -> tuple[fl.CohortKind, ...]:
-        """After the last round all clients tune their heads, if they are to."""
+        """With `final_epochs`, all clients tune their heads after the last round."""
         return ("sampled", "all") if self.final_epochs > 0 and round == rounds else ("sampled",)
 
     def client_update(self, ctx: fl.RoundContext) -> fl.Program:
@@ -43,9 +40,9 @@ class FedRep(FedPer):
     def aggregate(
         self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
     ) -> tuple[fl.Tensors, fl.Tensors]:
-        """Average the uploads; when heads alone are trained there are none."""
+        """Average the uploads; where only heads are trained, there are none."""
         return super().aggregate(ctx, server, records, update) if update.upload else (server, records)
 
     def keep_head(self, model: fl.Model, client: fl.Client) -> fl.Client:
-        """Keep the head; the base is the one that was sent."""
+        """Keep the head; the base has not changed."""
         return self.remember(model, client)

@@ -1,17 +1,17 @@
 """FLUTE (Liu, Shen and Yang, Federated Representation Learning in the Under-Parameterized Regime, ICML 2024).
 
-A shared base under a head of each client's own, as in FedRep, with terms that push heads towards neural collapse: rows
-of a head's weight W that belong to the client's K labels should form a simplex equiangular tight frame. A client trains
-its head, then everything for one epoch; the server averages the bases and moves the sampled heads one step itself. So
-heads live on the server, each in its client's record.
+A shared base and one head per client, as in FedRep, with terms that push heads towards neural collapse: the rows of a
+head's weight W that belong to the client's K labels should form a simplex equiangular tight frame. A client trains its
+head, then all entries for one epoch; the server averages the bases and takes one gradient step on the sampled heads. So
+heads are stored on the server, in the clients' records.
 
-All numbers are the authors' own (10 local epochs, batches of 10 and momentum 0.5 aside: here the common budget is 4
-head epochs and 1 of all). Their last round, in which everybody trains a head, is an option, and takes the place of the
+All numbers are the authors' values (except 10 local epochs, batches of 10 and momentum 0.5: here it is the common
+budget, 4 head epochs and 1 of all). Their last round, in which all clients train a head, is an option, and replaces the
 last round instead of following it; their server's step is behind a flag, which their instructions set.
 
-`as-published` is what ran behind the FedOBP paper's table: there the features were cut off from their gradient, so the
-base never moved, and all epochs train a linear head on the features of theta^0. That a client which has not trained yet
-uses the average of all heads there is not reproduced.
+`as-published` is what ran behind the FedOBP paper's table: there the features were detached from the gradient, so the
+base was never updated, and all epochs train a linear head on the features of theta^0. Not reproduced: there a client
+that has not trained yet uses the average of all heads.
 """
 
 import math
@@ -49,65 +49,64 @@ def _loss(model: fl.Model, client: fl.Client, batch: fl.Batch, features: Tensor)
 
 
 def head_loss(model: fl.Model, client: fl.Client, batch: fl.Batch) -> Tensor:
-    """Return the head's loss; features are constants to it."""
+    """Return the head's loss; features are constants in it."""
     return _loss(model, client, batch, model.features(client.theta, batch.x).detach())
 
 
 def joint_loss(model: fl.Model, client: fl.Client, batch: fl.Batch) -> Tensor:
-    """Return everything's loss: the head's, and l3 |F|^2 of the batch's features (a sum, as in the authors' code)."""
+    """Return the loss of all entries: the head's, and l3 |F|^2 of the batch's features (a sum, as in their code)."""
     features = model.features(client.theta, batch.x)
     spread = (features.square().sum(dim=-1) * batch.weight).sum()
     return _loss(model, client, batch, features) + client.hparams["features"] * spread
 
 
 def join_parts(model: fl.Model, client: fl.Client) -> fl.Client:
-    """Put the downloaded base and head together."""
+    """Join the downloaded base and head."""
     theta = model.layout.join(fl.dense(client.download, "base"), fl.dense(client.download, "head"))
     return client.set(theta=theta, mine=model.layout.is_head(theta.device))
 
 
 def upload_head(model: fl.Model, client: fl.Client) -> fl.Client:
-    """Send the trained head."""
+    """Upload the trained head."""
     return client.send(head=model.layout.split(client.theta)[1])
 
 
 def upload_base(model: fl.Model, client: fl.Client) -> fl.Client:
-    """Send the trained base, and which labels the client has: the server's step on its head takes them."""
+    """Upload the trained base, and the client's labels, which the server's step on its head uses."""
     return client.send(base=model.layout.split(client.theta)[0], present=client.data["counts"] > 0)
 
 
 @dataclass(frozen=True)
 class Flute(fl.Method):
-    """A shared base, a head for each client on the server, and neural collapse as the aim."""
+    """A shared base and one head per client on the server, regularised towards neural collapse."""
 
     name: ClassVar[str] = "flute"
-    summary: ClassVar[str] = "shared base, a head for each client that client and server push to neural collapse"
+    summary: ClassVar[str] = "shared base and one head per client, which client and server push towards neural collapse"
     paper: ClassVar[str] = "Liu et al., Federated Representation Learning in the Under-Parameterized Regime, ICML 2024"
 
-    simplex: float = fl.option(
-        0.25, "weight of R(W), the head's distance from a simplex frame; the authors' own", low=0
-    )
-    weights: float = fl.option(0.0025, "weight of the head's squared weights; the authors' own", low=0)
-    features: float = fl.option(0.0005, "weight of a batch's squared features; the authors' own", low=0)
-    joint_epochs: int = fl.option(1, "local epochs for everything, after the head's; 1 is the authors' own", low=0)
-    server_lr: float = fl.option(0.5, "the server's step on the sampled heads; the authors' own, 0: none", low=0)
-    final_epochs: int = fl.option(0, "head epochs in a last round over all clients; the authors take 10", low=0)
-    mode: str = fl.mode_option("whether the base learns, or (as-published) never does")
+    simplex: float = fl.option(0.25, "weight of R(W), the head's distance from a simplex frame; the authors'", low=0)
+    weights: float = fl.option(0.0025, "weight of the head's squared weights; the authors'", low=0)
+    features: float = fl.option(0.0005, "weight of a batch's squared features; the authors'", low=0)
+    joint_epochs: int = fl.option(1, "local epochs of all entries, after the head's; 1 is the authors'", low=0)
+    server_lr: float = fl.option(0.5, "the server's step on the sampled heads; the authors', 0: none", low=0)
+    final_epochs: int = fl.option(0, "head epochs in a last round over all clients; the authors use 10", low=0)
+    mode: str = fl.mode_option("whether the base is trained, or (as-published) never")
 
     def cohorts(self, round: int, rounds: int) -> tuple[fl.CohortKind, ...]:
-        """Give the last round to all clients, if they are to tune their heads in it."""
+        """With `final_epochs`, all clients tune their heads in the last round."""
         return ("all",) if self.final_epochs > 0 and round == rounds else ("sampled",)
 
     def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
-        """Hold each client's head on the server; its own model keeps theta^0's."""
+        """Hold each client's head in its record; the server's model keeps that of theta^0."""
         return fl.InitialState(server={"theta": theta}, record={"head": model.layout.split(theta)[1]}, state={})
 
     def download(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> tuple[fl.Record, fl.Tensors]:
         """Send the base, and each client its head."""
-        return {"base": fl.broadcast(ctx.model.layout.split(server["theta"])[0], ctx), "head": records["head"]}, records
+        base, _ = ctx.model.layout.split(server["theta"])
+        return {"base": fl.broadcast(base, ctx), "head": records["head"]}, records
 
     def client_update(self, ctx: fl.RoundContext) -> fl.Program:
-        """Train the head, then everything."""
+        """Train the head, then all entries."""
         if ctx.full_participation:
             return [join_parts, fl.Train(self.final_epochs, part="head", loss=head_loss), upload_head]
         joint = min(self.joint_epochs, ctx.epochs) if self.mode == "faithful" else 0
@@ -117,9 +116,9 @@ class Flute(fl.Method):
     def aggregate(
         self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
     ) -> tuple[fl.Tensors, fl.Tensors]:
-        """Average the bases; take one step down the mean of R over the sampled heads (their weights alone)."""
+        """Average the bases; take one gradient step on the mean of R over the sampled heads (their weights alone)."""
         layout, heads = ctx.model.layout, update.dense("head")
-        if "base" not in update.upload:  # the last round is for heads: what was trained is what is used
+        if "base" not in update.upload:  # the last round trains heads only, and the server takes no step
             return server, {"head": heads}
         base, head = layout.split(server["theta"])
 
@@ -127,11 +126,9 @@ class Flute(fl.Method):
             weight, _ = ctx.model.head(layout.join(base.expand(len(heads), -1), heads))
             return collapse(weight, update.dense("present")).mean()
 
-        return (
-            {"theta": layout.join(update.mean("base"), head)},
-            {"head": heads - self.server_lr * grad(mean_collapse)(heads)},
-        )
+        stepped = heads - self.server_lr * grad(mean_collapse)(heads)
+        return {"theta": layout.join(update.mean("base"), head)}, {"head": stepped}
 
     def personalize(self, ctx: fl.RoundContext) -> fl.Program:
-        """Use the current base with one's own head."""
+        """Use the current base with the client's head."""
         return [join_parts]

@@ -1,13 +1,13 @@
 """LG-FedAvg (Liang et al., Think Locally, Act Globally: FL with Local and Global Representations, 2020).
 
-FedPer turned round: the lower layers stay on the client, the upper ones are shared and averaged; all are trained
-together. Its authors start from a trained FedAvg model, average without weights, and for their CIFAR network share the
-convolutions. Here the head is what is shared, as their text and later comparisons have it, from theta^0 and within the
+The inverse of FedPer: the lower layers stay on the client, the upper ones are shared and averaged; all are trained
+together. The authors start from a trained FedAvg model, average without weights, and for their CIFAR network share the
+convolutions. Here the head is shared, as in their text and in later comparisons, starting from theta^0 and within the
 common budget.
 
 `as-published` is what ran behind the FedOBP paper's table: the framework's `num_global_layers` of 1 shares the first
 layer instead (0.28 per cent of the CNN). It also averages all other layers, and a client uses that average until it has
-trained once. So it is nearly Local-Only, but for where clients start.
+trained once. So it is nearly Local-Only, except for the clients' starting point.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class LGFedAvg(PartialSharing):
 
     @property
     def sends_all(self) -> bool:
-        """All layers are averaged as-published."""
+        """As-published, all layers are averaged."""
         return self.mode == "as-published"
 
     def shares(self, model: fl.Model) -> Inside:

@@ -1,8 +1,8 @@
-"""Methods that share some tensors of the model and leave the others on the client; all are trained together.
+"""Methods that share some tensors of the model and keep the others on the client; all are trained together.
 
 `as-published`, where a method has that mode, is what the framework behind the FedOBP paper's tables does: the whole
-model is sent and averaged, private tensors too. A client uses the average of private tensors until it has trained once,
-and its own from then on; faithfully it would start from theta^0. Bytes are FedAvg's.
+model is sent and averaged, private tensors too. A client uses the average of the private tensors until it has trained
+once, and its own tensors from then on; `faithful` starts them from theta^0. The traffic is that of FedAvg.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from fedobp.models import Inside
 
 @dataclass(frozen=True)
 class PartialSharing(fl.Method):
-    """Base of methods that say by name which tensors are shared; unless they do, it is all but the head."""
+    """Base of methods that choose the shared tensors by name; the default is all but the head."""
 
     def shares(self, model: fl.Model) -> Inside:
-        """Return what says of a tensor's name whether it is shared."""
+        """Return a function that says of a tensor's name whether it is shared."""
         return lambda name: not model.layout.in_head(name)
 
     @property
@@ -36,37 +36,37 @@ class PartialSharing(fl.Method):
         return model.layout.join(private, shared, self.shares(model))
 
     def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
-        """Each client holds its private part; the server's model keeps theta^0's, unless all is sent."""
+        """Client state: the private part. In the server's model it stays at theta^0, unless all tensors are sent."""
         state = {"private": self.split(model, theta)[0]}
         if self.sends_all:
             state["seen"] = theta.new_zeros((), dtype=torch.bool)
         return fl.InitialState(server={"theta": theta}, record={}, state=state)
 
     def download(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> tuple[fl.Record, fl.Tensors]:
-        """Send what is shared, or all."""
+        """Send the shared part, or all."""
         if self.sends_all:
             return {"theta": fl.broadcast(server["theta"], ctx)}, records
         return {"shared": fl.broadcast(self.split(ctx.model, server["theta"])[1], ctx)}, records
 
     def client_update(self, ctx: fl.RoundContext) -> fl.Program:
-        """Train everything together."""
+        """Train both parts together."""
         return [self.take, fl.Train(ctx.epochs), self.keep]
 
     def aggregate(
         self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
     ) -> tuple[fl.Tensors, fl.Tensors]:
-        """Average what is shared, or all."""
+        """Average the shared part, or all."""
         if self.sends_all:
             return {"theta": update.mean("theta")}, records
         private, _ = self.split(ctx.model, server["theta"])
         return {"theta": self.join(ctx.model, private, update.mean("shared"))}, records
 
     def personalize(self, ctx: fl.RoundContext) -> fl.Program:
-        """Use one's own part with what is shared now."""
+        """Use the private part with the current shared part."""
         return [self.take]
 
     def take(self, model: fl.Model, client: fl.Client) -> fl.Client:
-        """Put one's own part and the downloaded one together."""
+        """Join the private part and the downloaded one."""
         private = client.state["private"]
         mine = ~model.layout.mask(self.shares(model), private.device)
         if self.sends_all:
@@ -77,7 +77,7 @@ class PartialSharing(fl.Method):
         return client.set(theta=self.join(model, private, shared), mine=mine)
 
     def keep(self, model: fl.Model, client: fl.Client) -> fl.Client:
-        """Keep the private part; send the other, or all."""
+        """Keep the private part; upload the shared part, or all."""
         client = self.remember(model, client)
         if self.sends_all:
             return client.send(theta=client.theta)

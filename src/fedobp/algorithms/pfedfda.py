@@ -1,21 +1,21 @@
 """pFedFDA (McLaughlin and Su, Personalized Federated Learning via Feature Distribution Adaptation, NeurIPS 2024).
 
-A shared base whose features are taken to be Gaussian within each class, with a mean for each and one covariance. The
-head is not learned: it is the linear discriminant that follows from means, covariance and the client's label
-frequencies. The base is trained under the head of the global Gaussians; then a client estimates its own and moves from
-the global ones to them by beta, a number for the means and one for the covariance, chosen by cross-validation. The
-server averages what comes of it. For use, a client adapts again with the current base.
+A shared base whose features are modelled as Gaussians, one mean per class and one covariance for all. The head is not
+learned: it is the linear discriminant of means, covariance and the client's label frequencies. The base is trained
+under the head of the global Gaussians; then a client estimates its own Gaussians and interpolates between the global
+ones and them by beta, one number for the means and one for the covariance, chosen by cross-validation. The server
+averages the results. For use, a client adapts again with the current base.
 
 From the authors' code: two folds, beta from 0.5 in at most 10 iterations, all constants, and that a class of up to two
-samples has the global mean in use. Their batches of 50, momentum 0.5, weight decay 5e-4 and Bernoulli cohorts give way
-to the common protocol. Deviations: features are taken in one pass after training, while they use those that training
-met in all its epochs; beta is found by damped Gauss-Newton steps instead of L-BFGS and a clip; nothing needs to be
-projected to a positive definite matrix.
+samples has the global mean in use. Their batches of 50, momentum 0.5, weight decay 5e-4 and Bernoulli cohorts are
+replaced by the common protocol. Deviations: features are computed in one pass after training, while the authors collect
+them during all epochs of training; beta is found by damped Gauss-Newton steps instead of L-BFGS and a clip; no
+projection to a positive definite matrix is needed.
 
 `as-published` is what ran behind the FedOBP paper's table: there the framework trains and averages whole models as in
-FedAvg, the Gaussians never, so that clients adapt from random means and the identity, and only for use. On a card its
-search for beta always fails, features being there and labels on the CPU, and what was set at first stays: 1 for the
-means, 0.5 for the covariance.
+FedAvg and never updates the Gaussians, so that clients adapt from random means and the identity, and only for use. On a
+GPU its search for beta always fails, because features are on the device and labels on the CPU, and the initial values
+stay: 1 for the means, 0.5 for the covariance.
 """
 
 from dataclasses import dataclass
@@ -27,42 +27,39 @@ from torch.nn.functional import one_hot
 
 from fedobp import method as fl
 from fedobp.algorithms.fedavg import take_global, upload_model
-from fedobp.algorithms.gaussians import EPS, Held, best_beta, discriminant, estimate, shrunk
+from fedobp.algorithms.gaussians import EPS, CrossValidation, best_beta, discriminant, estimate, shrunk
 from fedobp.keys import NO_CLIENT, Purpose, fold, uniform
 
 _FOLDS = 2
-_FEW = 2  # a class must have more samples than this for a mean of its own in use
-_UNSOLVED = (1.0, 0.5)  # beta as-published
+_FEW = 2  # in use, a class of so many samples or fewer has the global mean
+_INITIAL = (1.0, 0.5)  # beta as-published
 
 
 def log_prior(client: fl.Client) -> Tensor:
-    """Return the log of the client's label frequencies, none of which is 0."""
+    """Return the log of the client's label frequencies, made positive."""
     frequencies = client.data["counts"].to(client.theta.dtype) / client.data["n"].clamp(min=1) + EPS
     return (frequencies / frequencies.sum()).log()
 
 
-def take(model: fl.Model, client: fl.Client) -> fl.Client:
-    """Lay out the base under the head of the global Gaussians; one's own are the global ones until measured."""
-    mean = fl.dense(client.download, "mean").unflatten(0, (model.classes, -1))
-    covariance = fl.dense(client.download, "covariance").unflatten(0, (mean.shape[1], -1))
-    base = (
-        fl.dense(client.download, "base")
-        if "base" in client.download
-        else model.layout.split(fl.dense(client.download, "theta"))[0]
-    )
-    theta = model.layout.join(base, base.new_zeros(model.layout.size - len(base)))
-    client = client.set(theta=theta, mean=mean, covariance=covariance, mine=model.layout.is_head(theta.device))
+def take_gaussians(model: fl.Model, client: fl.Client) -> fl.Client:
+    """Start from the base under the head of the global Gaussians; beta is 0 until it has been searched for."""
+    layout, download = model.layout, client.download
+    mean = fl.dense(download, "mean").unflatten(0, (model.classes, -1))
+    covariance = fl.dense(download, "covariance").unflatten(0, (mean.shape[1], -1))
+    base = fl.dense(download, "base") if "base" in download else layout.split(fl.dense(download, "theta"))[0]
+    theta = layout.join(base, base.new_zeros(layout.size - len(base)))
+    client = client.set(theta=theta, mean=mean, covariance=covariance, mine=layout.is_head(theta.device))
     return adapt(model, client.set(own_mean=mean, own_covariance=covariance, beta=mean.new_zeros(2)))
 
 
-def spare_few(model: fl.Model, client: fl.Client) -> fl.Client:
-    """Give classes of very few samples the global mean, as the authors do before use."""
+def replace_rare_means(model: fl.Model, client: fl.Client) -> fl.Client:
+    """Use the global mean for classes of very few samples, as the authors do before use."""
     enough = client.data["counts"] > _FEW
     return client.set(own_mean=torch.where(enough[:, None], client.scratch["own_mean"], client.scratch["mean"]))
 
 
 def adapt(model: fl.Model, client: fl.Client) -> fl.Client:
-    """Take beta of one's own Gaussians and 1 - beta of the global ones, and set the head that follows."""
+    """Take beta of the client's Gaussians and 1 - beta of the global ones, and set the head of the result."""
     scratch, beta = client.scratch, client.scratch["beta"]
     mean = scratch["mean"] + beta[0] * (scratch["own_mean"] - scratch["mean"])
     covariance = scratch["covariance"] + beta[1] * (scratch["own_covariance"] - scratch["covariance"])
@@ -70,42 +67,38 @@ def adapt(model: fl.Model, client: fl.Client) -> fl.Client:
     return client.set(theta=theta, mean=mean, covariance=covariance)
 
 
-def send_back(model: fl.Model, client: fl.Client) -> fl.Client:
-    """Send the trained base and the adapted Gaussians."""
-    base, _ = model.layout.split(client.theta)
-    return client.send(
-        base=base, mean=client.scratch["mean"].flatten(), covariance=client.scratch["covariance"].flatten()
-    )
+def upload_adapted(model: fl.Model, client: fl.Client) -> fl.Client:
+    """Upload the trained base and the adapted Gaussians."""
+    (base, _), scratch = model.layout.split(client.theta), client.scratch
+    return client.send(base=base, mean=scratch["mean"].flatten(), covariance=scratch["covariance"].flatten())
 
 
 @dataclass(frozen=True)
 class PFedFDA(fl.Method):
-    """A shared base under heads that follow from Gaussians, adapted to each client."""
+    """A shared base, with heads computed from Gaussians that are adapted to each client."""
 
     name: ClassVar[str] = "pfedfda"
-    summary: ClassVar[str] = "shared base and class Gaussians; each client's head is the discriminant of adapted ones"
+    summary: ClassVar[str] = "shared base and class Gaussians; each head follows from Gaussians adapted to the client"
     paper: ClassVar[str] = "McLaughlin and Su, Personalized FL via Feature Distribution Adaptation, NeurIPS 2024"
 
-    mode: str = fl.mode_option("as-published: FedAvg, and the adaptation, from random Gaussians, only for use")
+    mode: str = fl.mode_option("as-published: FedAvg, with the adaptation from random Gaussians only for use")
     betas: str = fl.option(
         "two",
         "one beta for means and one for the covariance (two, the authors' default), one for both, or 1 for both (own); "
-        "without effect as-published",
+        "no effect as-published",
         choices=("two", "one", "own"),
     )
     beta_steps: int = fl.option(
-        10, "steps of the search for beta; 10 is the authors' limit; without effect as-published", low=0
+        10, "steps of the search for beta; 10 is the authors' limit; no effect as-published", low=0
     )
-    last: str = fl.option(
-        "sample", "who trains in the last round; the authors let all clients", choices=("sample", "all")
-    )
+    last: str = fl.option("sample", "clients of the last round; the authors: all", choices=("sample", "all"))
 
     def cohorts(self, round: int, rounds: int) -> tuple[fl.CohortKind, ...]:
-        """Let all clients take part in the last round, if so wished."""
+        """With last=all, all clients take part in the last round."""
         return ("all",) if self.last == "all" and round == rounds else ("sampled",)
 
     def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
-        """Means are uniform in [0, 1], the covariance is the identity; the server's model keeps theta^0's head."""
+        """Means are uniform in [0, 1], the covariance is the identity; the server's model keeps the head of theta^0."""
         classes, size = model.head(theta)[0].shape
         mean = uniform(fold(seed, 0, NO_CLIENT, Purpose.BEGIN), classes * size).to(theta)
         covariance = torch.eye(size).flatten().to(theta)
@@ -119,26 +112,27 @@ class PFedFDA(fl.Method):
         return {name: fl.broadcast(value, ctx) for name, value in download.items()}, records
 
     def client_update(self, ctx: fl.RoundContext) -> fl.Program:
-        """Train the base under a fixed head, then adapt the Gaussians to its features."""
+        """Train the base under a frozen head, then adapt the Gaussians to its features."""
         if self.mode == "as-published":
             return [take_global, fl.Train(ctx.epochs), upload_model]
-        return [take, fl.Train(ctx.epochs, part="base"), fl.Sweep(self._measure, whole=True), adapt, send_back]
+        measure = fl.Sweep(self._measure, whole=True)
+        return [take_gaussians, fl.Train(ctx.epochs, part="base"), measure, adapt, upload_adapted]
 
     def aggregate(
         self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
     ) -> tuple[fl.Tensors, fl.Tensors]:
         """Average bases and Gaussians by samples."""
-        mean = {name: update.mean(name) for name in update.upload}
+        layout, mean = ctx.model.layout, {name: update.mean(name) for name in update.upload}
         if self.mode == "faithful":
-            mean["theta"] = ctx.model.layout.join(mean.pop("base"), ctx.model.layout.split(server["theta"])[1])
+            mean["theta"] = layout.join(mean.pop("base"), layout.split(server["theta"])[1])
         return {**server, **mean}, records
 
     def personalize(self, ctx: fl.RoundContext) -> fl.Program:
-        """Adapt the Gaussians to the features of the current base, and use the head that follows."""
-        return [take, fl.Sweep(self._measure, whole=True), spare_few, adapt]
+        """Adapt the Gaussians to the features of the current base, and use the head of the result."""
+        return [take_gaussians, fl.Sweep(self._measure, whole=True), replace_rare_means, adapt]
 
     def _measure(self, model: fl.Model, client: fl.Client, batch: fl.Batch) -> fl.Client:
-        """Estimate one's own Gaussians, and beta; it is 0 where a fold would leave fewer than two samples."""
+        """Estimate the client's Gaussians, and beta; beta is 0 where a fold would leave fewer than two samples."""
         mean, covariance, dtype = client.scratch["mean"], client.scratch["covariance"], client.theta.dtype
         features = model.features(client.theta, batch.x).to(dtype)
         with torch.autocast(features.device.type, enabled=False):
@@ -146,19 +140,19 @@ class PFedFDA(fl.Method):
             published = self.mode == "as-published"
             own = estimate(features, labels, mean, few=_FEW if published else 0)
             client = client.set(own_mean=own[0], own_covariance=own[1])
-            shared = labels.sum(dim=0) >= _FOLDS  # classes that both folds can have a sample of
+            in_both = labels.sum(dim=0) >= _FOLDS  # classes that both folds have a sample of
             if published:
-                return client.set(beta=torch.where(shared.any(), mean.new_tensor(_UNSOLVED), 0))
+                return client.set(beta=torch.where(in_both.any(), mean.new_tensor(_INITIAL), 0))
             if self.betas == "own":
                 return client.set(beta=torch.ones_like(client.scratch["beta"]))
-            # Stratified: each class, in the batch's random order, is dealt out to the folds from a random one on.
-            counted = labels * shared
+            # Stratified: the samples of each class, in random order, go to the folds in turn, from a random one on.
+            counted = labels * in_both
             first = fold(batch.key, torch.arange(model.classes, device=features.device)) % _FOLDS
             which = torch.arange(_FOLDS, device=features.device)[:, None, None]
             held_out = (counted.cumsum(dim=0) + first) % _FOLDS == which
             kept = counted * ~held_out
             means, covariances = estimate(features, kept, mean)
             start, change = (mean, shrunk(covariance)), (means - mean, shrunk(covariances - covariance))
-            held = Held(features, counted * held_out, log_prior(client), *start, *change)
-            beta = best_beta(held, self.beta_steps, self.betas == "one")
+            validation = CrossValidation(features, counted * held_out, log_prior(client), *start, *change)
+            beta = best_beta(validation, self.beta_steps, self.betas == "one")
             return client.set(beta=torch.where((kept.sum(dim=(1, 2)) >= 2).all(), beta, 0))

@@ -87,7 +87,7 @@ def names() -> list[str]:
 
 
 def available() -> tuple[dict[str, type[Method]], dict[str, FedobpError]]:
-    """Return all methods by name, and what is wrong with the entry points of other packages that give none."""
+    """Return all methods by name, and the errors of entry points that cannot be loaded."""
     methods, failed = dict(METHODS), {}
     for name, found in _entry_points().items():
         try:
@@ -99,9 +99,9 @@ def available() -> tuple[dict[str, type[Method]], dict[str, FedobpError]]:
 
 @contextmanager
 def attributing_errors(method: type[Method]) -> Iterator[None]:
-    """Turn what a method of another package raises into a user error that names the method and the place.
+    """Raise an exception from a method of another package as a user error that names the method and the line.
 
-    What a built-in method raises is left as it is: unless it is a `FedobpError`, it is a bug of the library.
+    Exceptions from built-in methods pass unchanged: unless it is a `FedobpError`, it is a bug of this package.
     """
     package = method.__module__.partition(".")[0]
     try:
@@ -129,7 +129,7 @@ def _definition(method: type[Method]) -> str:
 
 
 def _entry_points() -> dict[str, list[EntryPoint]]:
-    """Return what installed packages declare in the group `fedobp.methods`, by name."""
+    """Return the entry points of the group `fedobp.methods`, by name."""
     found: dict[str, list[EntryPoint]] = {}
     for one in entry_points(group="fedobp.methods"):
         found.setdefault(one.name, []).append(one)
@@ -137,7 +137,7 @@ def _entry_points() -> dict[str, list[EntryPoint]]:
 
 
 def _loaded(name: str, found: Sequence[EntryPoint]) -> type[Method]:
-    """Load another package's method, or say why that cannot be done."""
+    """Return another package's method, or raise a `FedobpError` with the reason why it cannot be loaded."""
     values = list(dict.fromkeys(one.value for one in found))
     which = f"the entry point '{name}' ({' and '.join(values)})"
     if name in METHODS:
@@ -145,7 +145,7 @@ def _loaded(name: str, found: Sequence[EntryPoint]) -> type[Method]:
     if len(values) > 1:
         raise FedobpError(f"{which} is declared more than once: uninstall all but one of its packages")
     try:
-        with redirect_stdout(sys.stderr):  # standard output is the command's
+        with redirect_stdout(sys.stderr):  # standard output is reserved for the command
             method = found[0].load()
         problem = _problem(method, name)
     except (KeyboardInterrupt, Stopped):
@@ -159,7 +159,7 @@ def _loaded(name: str, found: Sequence[EntryPoint]) -> type[Method]:
 
 
 def _problem(method: object, name: str) -> str | None:
-    """Return what a class lacks to be a method of that name."""
+    """Return why a class is not a valid method of that name; None if it is."""
     if not (isinstance(method, type) and issubclass(method, Method) and getattr(method, "name", None) == name):
         return "is no subclass of `Method` of that name"
     if not re.fullmatch("[A-Za-z0-9_.-]+", name):

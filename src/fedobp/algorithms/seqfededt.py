@@ -1,16 +1,16 @@
 """SeqFedEDT (IEEE Transactions on Mobile Computing, 2025, by FedOBP's authors): FedOBP's rule in sequential training.
 
-There is one model, and it walks: the clients of a round take it over in their sampled order, and the next round's first
-client takes it from the last one. Nothing is averaged. Each client keeps its own last values where the score of the
-arriving model is above the q-quantile (FedOBP's eq. 7 to 9), trains everything, and passes everything on.
+One model passes from client to client: the clients of a round train it in their sampled order, and the next round's
+first client receives it from the last one. Nothing is averaged. Each client keeps its last values where the score of
+the received model is above the q-quantile (FedOBP's eq. 7 to 9), trains all entries, and passes all on.
 
-The default score is that of its authors' ablation, |theta_i (theta - theta_i)|. Their released code, public as
+The default score is that of the authors' ablation, |theta_i (theta - theta_i)|. Their released code, public as
 tian0920/SeqFedEDT, scores (theta - theta_i)^2, which is `squared`; |theta - theta_i|, their third score, chooses the
-same entries. A client without training samples passes on what it was given, as a mean by samples would have it. The
-server relays the model and knows everyone's last one, so it scores, as in FedOBP.
+same entries. A client without training samples passes on the model that it received, which is what a mean weighted by
+samples would give. The server relays the model and records every client's last one, so it scores, as in FedOBP.
 
-Sequential over clients: a round takes as many turns as it has clients. At test every client starts from what the last
-trained one left.
+Sequential over clients: each client of a round is a cohort by itself. At test every client starts from the model of the
+last trained one.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class SeqFedEDT(FedOBP):
 
     score: str = fl.option(
         "product",
-        "product: |(own - passing) * own|, as in its ablation; squared: (own - passing)^2, as in the released code",
+        "product: |(last - received) * last|, as in their ablation; squared: (last - received)^2, as in their code",
         choices=tuple(SCORES),
     )
 
@@ -45,7 +45,7 @@ class SeqFedEDT(FedOBP):
     def aggregate(
         self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
     ) -> tuple[fl.Tensors, fl.Tensors]:
-        """Take the one client's model as it is, for the next one; remember it as that client's."""
+        """Take the one client's model for the next client, and record it."""
         [upload] = update.dense("theta")
         records = {**records, "theta": upload[None], "seen": torch.ones_like(records["seen"])}
         return {"theta": upload}, records

@@ -1,4 +1,4 @@
-"""For methods coded again as plain loops: the batches that engines draw, plain SGD, and the runs of both engines."""
+"""Parts of plain loops that re-implement methods: batches as engines draw them, SGD, and a check of both engines."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from fedobp.engine.batch_order import batches as positions
 from fedobp.keys import Purpose, fold
 from fedobp.sampling import cohorts
 
-# Settings that every plain loop is tried with. Client 1 usually has 211 samples: a last batch of one, which is skipped.
+# Settings of every plain loop. Client 1 usually has 211 samples: a last batch of one, which is skipped.
 RATES: dict[str, dict[str, Any]] = {
     "one batch": {"batch_size": 2000},
     "batches, momentum and decay": {"batch_size": 105, "momentum": 0.8, "weight_decay": 0.02},
@@ -28,13 +28,14 @@ Data = Iterator[tuple[Tensor, Tensor]]
 def narrow(shape: tuple[int, ...], classes: int) -> nn.Module:
     """Return a network that is quick to train.
 
-    Pooled, no pixel is the same in all images: weights of such pixels move alike, and tie but for rounding.
+    After pooling, no pixel is the same in all images: weights of such pixels would change equally, and their scores
+    would tie except for rounding.
     """
     layers = {"pool": nn.AvgPool2d(2), "flatten": nn.Flatten(), "fc": nn.Linear(16, 8), "tanh": nn.Tanh()}
     return nn.Sequential(OrderedDict(layers, classifier=nn.Linear(8, classes)))
 
 
-def small(method: str, rates: str, options: Mapping[str, Any] | None = None, **settings: Any) -> Federation:
+def small_federation(method: str, rates: str, options: Mapping[str, Any] | None = None, **settings: Any) -> Federation:
     """Return a small federation on the digits. Cohorts are (1, 0), (3, 1) and (3, 1): client 2 never trains."""
     usual = {"clients": 4, "participation": 0.5, "rounds": 3, "epochs": 2, "lr": 0.1, "alpha": 0.5, "model": "narrow",
              "precision": "fp64", "device": "cpu", "seed": 1, "eval_every": 3}  # fmt: skip
@@ -52,8 +53,8 @@ def each_round(federation: Federation) -> Iterator[tuple[int, list[int]]]:
     return enumerate((cohort.tolist() for cohort in cohorts(federation.config)), start=1)
 
 
-def key(federation: Federation, client: int, round: int, phase: int, purpose: Purpose = Purpose.TRAIN) -> Tensor:
-    """Return the key of a phase of a client's visit, which is named by its position in the client's program."""
+def phase_key(federation: Federation, client: int, round: int, phase: int, purpose: Purpose = Purpose.TRAIN) -> Tensor:
+    """Return the random key of a phase of a client's program; a phase is numbered by its position there."""
     return fold(fold(federation.config.seed, round, client, purpose), phase)
 
 
@@ -63,9 +64,9 @@ def samples(federation: Federation, client: int) -> tuple[Tensor, Tensor]:
 
 
 def batches(federation: Federation, client: int, round: int, phase: int, epochs: int) -> Data:
-    """Yield a client's batches in a phase of its visit."""
+    """Yield a client's batches in a phase of its program."""
     x, y = samples(federation, client)
-    drawn = key(federation, client, round, phase)
+    drawn = phase_key(federation, client, round, phase)
     for epoch in range(epochs):
         for picked in positions(fold(drawn, epoch), len(y), federation.config.batch_size):
             yield x[picked], y[picked]
@@ -76,7 +77,7 @@ def hidden(values: Sequence[Tensor], x: Tensor) -> Tensor:
     return torch.tanh(functional.avg_pool2d(x, 2).flatten(1) @ values[0].T + values[1])
 
 
-def fit(values: Sequence[Tensor], x: Tensor, y: Tensor) -> Tensor:
+def network_loss(values: Sequence[Tensor], x: Tensor, y: Tensor) -> Tensor:
     """Return the network's cross-entropy."""
     return functional.cross_entropy(hidden(values, x) @ values[2].T + values[3], y)
 
@@ -120,7 +121,7 @@ def flat(values: Iterable[Tensor]) -> Tensor:
 def both_engines(
     federation: Federation, theta: Sequence[Tensor], served: Mapping[int, Sequence[Tensor]], atol: float = 1e-10
 ) -> list[Result]:
-    """Return the runs of both engines, after a look at their global model and at what they serve to clients."""
+    """Run both engines, compare the global model and the served models, and return the results."""
     results = []
     for engine in ("serial", "lanes"):
         result = Federation(replace(federation.config, engine=engine), beside=federation).run()
