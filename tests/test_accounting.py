@@ -83,27 +83,10 @@ def test_passes_over_the_data_are_counted(method, options, visit, use, engine):
 # Nobody has a sample.
 
 
-@pytest.mark.parametrize("engine", ["serial", "lanes"])
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "fedbn"])
-def test_a_round_of_clients_without_samples_changes_nothing(method, engine, monkeypatch):
-    """One client a round, and the first of them has nothing to train on: as if its round had not been."""
-    config = Config(clients=4, rounds=3, participation=0.25, epochs=1, model="mlp", precision="fp64", engine=engine)
-    who = [int(cohort) for cohort in cohorts(config)]
-    assert len(set(who)) > 1
-
-    def dealt(y, clients, **_):
-        order = np.random.RandomState(0).permutation(len(y))[:200]
-        parts = [order[50 * at : 50 * at + 50] for at in range(clients)]
-        none = np.array([], dtype=int)
-        return [Shard(none if at == who[0] else part[:30], none, part[30:]) for at, part in enumerate(parts)]
-
-    monkeypatch.setattr("fedobp.federation.partition", dealt)
-    federation = Federation(config)
-    first = Federation(Config(**{**vars(config), "rounds": 1})).run(method)
-    whole = federation.run(method)
-    start = federation.model.initial(config.seed).double()
-    if method != "floco":  # whose first model is not theta^0
-        assert torch.equal(vector(first), start)
-    assert vector(whole).isfinite().all()
-    assert vector(whole, who[-1]).isfinite().all()
-    assert not torch.equal(vector(whole, who[-1]), start)
+@pytest.mark.essential
+def test_fedobps_download_counts_values_and_positions(tiny):
+    result = tiny.run("fedobp", q=0.9)
+    full = 8 * MLP_SIZE * 3
+    assert result.bytes.up_per_round == full
+    # A seen client's download lacks 961 values of 8 bytes and carries 961 positions of 4, or a bitmap of 1,202.
+    assert full - 3 * 961 * 8 + 3 * 1202 <= result.bytes.down_per_round < full

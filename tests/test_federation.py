@@ -19,7 +19,6 @@ from fedobp.method import RoundContext
 from fedobp.models import Model
 from fedobp.sampling import cohorts
 
-TINY = {"clients": 6, "rounds": 4, "participation": 0.5, "epochs": 1, "model": "mlp", "precision": "fp64"}
 MLP_SIZE = 64 * 128 + 128 + 128 * 10 + 10
 HEAD_SIZE = 128 * 10 + 10
 
@@ -27,22 +26,6 @@ HEAD_SIZE = 128 * 10 + 10
 @pytest.fixture(scope="module", params=["serial", "lanes"])
 def tiny(request):
     return Federation(Config(**TINY, engine=request.param))
-
-
-def test_published_sampling_is_pythons_stream():
-    config = Config(dataset="cifar10", sampling="published", seed=42)
-    random.seed(42)
-    expected = [random.sample(list(range(100)), 10) for _ in range(400)]
-    assert [cohort.tolist() for cohort in cohorts(config)] == expected
-
-
-def test_keyed_sampling_draws_distinct_clients_and_depends_on_seed_and_round():
-    drawn = [cohort.tolist() for cohort in cohorts(Config(rounds=50))]
-    assert all(len(set(cohort)) == 4 and set(cohort) <= set(range(20)) for cohort in drawn)
-    assert len({tuple(cohort) for cohort in drawn}) > 45
-    assert {client for cohort in drawn for client in cohort} == set(range(20))
-    assert drawn != [cohort.tolist() for cohort in cohorts(Config(rounds=50, seed=43))]
-    assert drawn[:10] == [cohort.tolist() for cohort in cohorts(Config(rounds=10))]
 
 
 def test_fedobp_at_q_1_is_fedavg(tiny):
@@ -81,15 +64,6 @@ def test_fedper_without_a_second_client_keeps_its_head(tiny):
     assert all(torch.equal(vector(result, c)[:-HEAD_SIZE], vector(result)[:-HEAD_SIZE]) for c in range(6))
 
 
-@pytest.mark.essential
-def test_fedobps_download_counts_values_and_positions(tiny):
-    result = tiny.run("fedobp", q=0.9)
-    full = 8 * MLP_SIZE * 3
-    assert result.bytes.up_per_round == full
-    # A seen client's download lacks 961 values of 8 bytes and carries 961 positions of 4, or a bitmap of 1,202.
-    assert full - 3 * 961 * 8 + 3 * 1202 <= result.bytes.down_per_round < full
-
-
 @pytest.mark.parametrize(
     ("method", "low", "high"),
     [
@@ -109,77 +83,10 @@ def test_personal_entries_once_everyone_was_seen(method, low, high):
     assert personal.share == pytest.approx(low / MLP_SIZE)
 
 
-def test_clients_never_seen_are_served_the_global_model():
-    federation = Federation(Config(**{**TINY, "rounds": 1, "participation": 0.1}))
-    (seen,) = next(cohorts(federation.config)).tolist()
-    for method in ("fedobp", "fedavg-last"):
-        result = federation.run(method)
-        assert all(torch.equal(vector(result, c), vector(result)) for c in range(6) if c != seen)
-        assert result.personal.min == 0
-
-
-def test_last_is_the_own_last_model_and_the_global_one_for_the_unseen(tiny):
-    served, averaged = tiny.run("fedavg-last"), tiny.run("fedavg")
-    assert served.accuracy == served.last == averaged.last
-    assert averaged.accuracy != averaged.last
-
-
-def test_history_holds_every_evaluation_and_the_last_round():
-    federation = Federation(Config(**{**TINY, "rounds": 5, "eval_every": 2}))
-    result = federation.run("fedavg")
-    assert [point[0] for point in result.history] == [2, 4, 5]
-    assert result.history[-1][1:] == (result.accuracy.pooled, result.accuracy.client_mean)
-
-
-def test_evaluating_more_often_changes_no_result(tiny):
-    often = Federation(Config(**{**TINY, "eval_every": 1})).run("fedobp", ema=0.5, q=0.9)
-    rarely = Federation(Config(**{**TINY, "eval_every": 4})).run("fedobp", ema=0.5, q=0.9)
-    assert often.accuracy == rarely.accuracy
-    assert torch.equal(vector(often), vector(rarely))
-
-
-def test_fine_tuning_is_reported_beside_and_not_stored(tiny):
-    tuned = Federation(Config(**TINY, finetune_epochs=5)).run("fedavg")
-    plain = tiny.run("fedavg")
-    assert plain.finetuned is None
-    assert tuned.accuracy == plain.accuracy
-    assert tuned.finetuned.pooled > tuned.accuracy.pooled
-    served = tiny.run("fedavg-ft", finetune=5)
-    assert served.accuracy == tuned.finetuned
-
-
-def test_fine_tuning_under_a_cosine_takes_the_full_learning_rate():
-    tuned = Federation(Config(**{**TINY, "lr_schedule": "cosine", "rounds": 20, "finetune_epochs": 5})).run("fedavg")
-    assert tuned.finetuned.pooled > tuned.accuracy.pooled + 10
-
-
-def test_validation_comes_from_training_data_only(tiny):
-    result = Federation(Config(**TINY, val_ratio=0.2)).run("fedavg")
-    assert result.validation is not None
-    assert set(result.to_json()["validation"]) == set(result.to_json()["accuracy"])
-    assert tiny.run("fedavg").validation is None
-    assert result.accuracy.majority_class == pytest.approx(tiny.run("fedavg").accuracy.majority_class, abs=5)
-
-
-def test_the_paper_protocol_reports_the_best_of_its_rounds():
-    federation = Federation(
-        Config(clients=4, participation=0.25, rounds=200, epochs=1, model="mlp", protocol="paper", eval_every=100)
-    )
-    result = federation.run("fedavg")
-    assert result.protocol.rounds == (100, 200)
-    assert result.accuracy.pooled == max(point[1] for point in result.history)
-
-
 def test_a_runs_options_extend_the_configurations_for_the_same_method():
     federation = Federation(Config(**TINY, options={"q": 0.5}))
     assert federation.run("fedobp", score="product").config.options["q"] == 0.5
     assert federation.run("fedavg").config.options == {}
-
-
-def test_momentum_weight_decay_and_schedule_change_the_result(tiny):
-    plain = vector(tiny.run("fedavg"))
-    for change in ({"momentum": 0.9}, {"weight_decay": 0.1}, {"lr_schedule": "cosine"}, {"lr": 0.02}, {"seed": 1}):
-        assert not torch.equal(plain, vector(Federation(Config(**{**TINY, **change})).run("fedavg")))
 
 
 @pytest.mark.parametrize(
@@ -197,40 +104,6 @@ def test_every_option_of_fedobp_changes_something(options):
     federation = Federation(Config(**{**TINY, "rounds": 6, "options": {"q": 0.9}}))
     plain, changed = federation.run("fedobp"), federation.run("fedobp", **options)
     assert not all(torch.equal(vector(plain, client), vector(changed, client)) for client in range(6))
-
-
-@pytest.mark.parametrize("engine", ["serial", "lanes"])
-@pytest.mark.parametrize("eval_every", [1, 50])
-def test_a_diverging_run_names_round_and_client_and_keeps_its_metrics(tmp_path, engine, eval_every):
-    # Each step multiplies the weights by 1 - 0.01 * 400 = -3: float32 overflows after a dozen rounds.
-    wild = {"weight_decay": 400.0, "rounds": 50, "precision": "fp32", "eval_every": eval_every}
-    federation = Federation(Config(**{**TINY, **wild, "engine": engine}))
-    with pytest.raises(FedobpError, match=r"round \d+, client \d: .* smaller --weight-decay") as caught:
-        federation.run("fedavg", out=tmp_path / "run")
-    reached = int(str(caught.value).split()[1].rstrip(","))
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["round"] for line in lines] == list(range(1, reached))
-    assert reached > 2
-
-
-@pytest.mark.parametrize("engine", ["serial", "lanes"])
-def test_a_run_whose_fine_tuning_diverges_keeps_its_metrics(tmp_path, engine):
-    settings = {"weight_decay": 400.0, "rounds": 2, "precision": "fp32", "finetune_epochs": 30, "engine": engine}
-    with pytest.raises(FedobpError, match=r"round 2, client 0: .* smaller --weight-decay"):
-        Federation(Config(**{**TINY, **settings})).run("fedavg", out=tmp_path / "run")
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["round"] for line in lines] == [1, 2]
-
-
-def test_every_round_is_written_down_before_the_next_one_on_the_cpu(tmp_path):
-    seen = []
-
-    def look(at):
-        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-        seen.append((at.round, len(lines)))
-
-    Federation(Config(rounds=4, eval_every=4, clients=8, model="mlp")).run(out=tmp_path / "run", progress=look)
-    assert seen == [(1, 1), (2, 2), (3, 3), (4, 4)]
 
 
 def test_federations_beside_each_other_share_their_samples_and_nothing_else():
@@ -313,95 +186,122 @@ def test_fedobp_beats_fedavg_and_local_only_on_the_demo(seed):
     assert ours.accuracy.pooled > alone.accuracy.pooled
 
 
-def test_the_package_offers_exactly_its_public_names():
-    assert all(hasattr(fedobp, name) for name in fedobp.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'Fedration'"):
-        _ = fedobp.Fedration
-
-
 # Turns, and rounds of everyone.
 
 
-@dataclass(frozen=True)
-class Relay(FedAvg):
-    """One client after the other trains the model that the one before it left; in round 2 all do before the cohort."""
-
-    name: ClassVar[str] = "relay"
-    summary: ClassVar[str] = "a relay"
-    paper: ClassVar[str] = "none"
-
-    @property
-    def together(self):
-        return False
-
-    def turns(self, round, rounds):
-        return ("everyone", "cohort") if round == 2 else ("cohort",)
-
-    def aggregate(self, model, ctx, server, records, up, n):
-        assert len(ctx.cohort) == len(n) == 1
-        return {"theta": up["theta"][0]}, records
+SIDE_BY_SIDE = [{"method": "fedavg"}, {"method": "fedper", "rounds": 2}, {"method": "local", "seed": 7}]
 
 
-@pytest.fixture
-def relay(monkeypatch):
-    monkeypatch.setitem(METHODS, "relay", Relay)
-
-
-def relayed(config):
-    """The same in plain words, with the serial engine's own clients."""
-    federation = Federation(config)
-    model, data = federation.model, federation.data
-    theta, engine = model.initial(config.seed).double(), Serial(model, config.batch_size)
-    clients = ClientPool(data, {}, theta, config.seed, Budget())
-    hparams = {"lr": config.lr, "momentum": 0.0, "weight_decay": 0.0}
-    for round, cohort in enumerate(cohorts(config), start=1):
-        for client in [*(range(config.clients) if round == 2 else []), *cohort.tolist()]:
-            ctx = RoundContext(None, round, config.rounds, config.clients, config.epochs, torch.tensor([client]))
-            [answer] = engine.train(
-                [
-                    PoolJob(
-                        ctx,
-                        Relay().client_update(with_model(model, ctx)),
-                        hparams,
-                        {"theta": theta[None]},
-                        clients=clients,
-                    )
-                ]
-            )
-            theta = answer.upload["theta"][0]
-    return theta
-
-
-@pytest.mark.usefixtures("relay")
-@pytest.mark.parametrize("engine", ["serial", "lanes"])
-def test_clients_may_take_turns(engine, tmp_path):
-    config = Config(clients=5, participation=0.6, rounds=3, epochs=1, precision="fp64", engine=engine, model="mlp")
-    result = Federation(config).run("relay", out=tmp_path / "run")
-    found = torch.cat([tensor.flatten() for tensor in result.state_dict().values()])
-    torch.testing.assert_close(found, relayed(config), rtol=0, atol=1e-10)
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [len(line["cohort"]) for line in lines] == [3, 8, 3]
-    assert lines[1]["cohort"][:5] == [0, 1, 2, 3, 4]
-    size = 8 * len(found)
-    assert [line["bytes_up"] for line in lines] == [3 * size, 8 * size, 3 * size]
-    assert all(line["loss"] > 0 for line in lines)
-    assert result.compute.visit == pytest.approx(1, abs=0.01)  # one epoch in each of the 14 visits
-
-
-@pytest.mark.usefixtures("relay")
-def test_turns_go_side_by_side_with_other_runs():
-    given = {"clients": 5, "participation": 0.6, "rounds": 3, "epochs": 1, "precision": "fp64", "model": "mlp"}
-    configs = [
-        Config(**given, method=method, seed=seed) for method, seed in (("relay", 1), ("fedavg", 2), ("relay", 3))
+@pytest.mark.essential
+def test_a_sweep_returns_its_runs_in_order_and_says_which_one_it_is_at(tmp_path):
+    configs = [Config(**{**TINY, **change}) for change in SIDE_BY_SIDE]
+    seen = []
+    folders = [tmp_path / name for name in "abc"]
+    results = sweep(configs, out=folders, progress=lambda at: seen.append((at.run, at.method, at.round, at.rounds)))
+    assert [result.config for result in results] == configs
+    assert [result.out for result in results] == folders
+    assert all((folder / "result.json").exists() for folder in folders)
+    assert sorted(seen) == [
+        (run, config.method, round, config.rounds)
+        for run, config in enumerate(configs)
+        for round in range(1, config.rounds + 1)
     ]
-    for config, result in zip(configs, sweep(configs), strict=True):
+    assert [result.history[-1][0] for result in results] == [4, 2, 4]
+
+
+def test_a_sweep_without_models_keeps_the_global_ones():
+    [result] = sweep([Config(**{**TINY, "rounds": 1})], keep_models=False)
+    assert len(vector(result)) == MLP_SIZE
+    with pytest.raises(FedobpError):
+        result.state_dict(3)
+
+
+def test_an_empty_sweep_is_empty():
+    assert sweep([]) == []
+
+
+def test_a_run_that_fails_lets_the_others_finish_and_is_named(tmp_path):
+    settings = {"rounds": 3, "eval_every": 3, "clients": 8, "model": "mlp", "save_models": "none"}
+    configs = [
+        Config(**settings),
+        Config(**settings, lr=1e9, method="fedavg", seed=7),
+        Config(**settings, method="local"),
+    ]
+    outs = [tmp_path / name for name in "abc"]
+    with pytest.raises(FedobpError, match=r"^fedavg, seed 7: round \d, client \d+: .*no longer finite"):
+        sweep(configs, out=outs)
+    for folder, rounds in zip(outs, (3, None, 3), strict=True):
+        assert (folder / "result.json").exists() == (rounds is not None)
+        if rounds:
+            lines = (folder / "metrics.jsonl").read_text().splitlines()
+            assert [json.loads(line)["round"] for line in lines] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("out", "complaint"),
+    [("abc", "a folder for each of the 2 runs"), (["a"], "a folder for each of the 2 runs"), (["a", "a"], "twice")],
+)
+def test_a_sweeps_folders_are_checked_first(tmp_path, monkeypatch, out, complaint):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FedobpError, match=complaint):
+        sweep([Config(rounds=1, clients=8, model="mlp"), Config(rounds=1, clients=8, model="mlp", seed=1)], out=out)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_occupied_folder_of_a_sweep_is_noticed_before_anything_runs(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.toml").touch()
+    with pytest.raises(FedobpError, match="already holds a run"):
+        sweep([Config(rounds=1), Config(rounds=1, batch_size=16)], out=[tmp_path / "a", tmp_path / "b"])
+    assert not list((tmp_path / "a").iterdir())
+
+
+def test_a_sweep_takes_any_iterable_of_configurations():
+    results = sweep(Config(rounds=1, clients=8, model="mlp", seed=seed) for seed in (1, 2))
+    assert [result.config.seed for result in results] == [1, 2]
+
+
+def test_every_kind_runs(wards):
+    for kind in PARTITIONERS:
+        given = {"clients": 3, "rounds": 1, "alpha": 5.0, "epochs": 1, "partition": kind, "dataset": "wards"}
+        options = {"change": "noise"} if kind == "feature" else {}
+        federation = Federation(Config(**given, partition_options=options))
+        assert federation.run("fedavg").accuracy.pooled > 0
+        assert federation.data.clients == 3
+
+
+def test_data_that_names_nobody_has_no_natural_partition():
+    with pytest.raises(FedobpError, match="--partition natural needs the client of each sample"):
+        Federation(Config(partition="natural"))
+
+
+def test_runs_with_other_features_do_not_share_samples():
+    configs = [Config(**TINY, partition="feature", partition_seed=seed, seed=1, precision="fp64") for seed in (1, 2, 1)]
+    together = sweep(configs)
+    for config, result in zip(configs, together, strict=True):
         alone = Federation(config).run()
-        assert (alone.accuracy, alone.bytes) == (result.accuracy, result.bytes)
+        assert (result.accuracy, result.partition) == (alone.accuracy, alone.partition)
+    assert together[0].accuracy == together[2].accuracy
+    first, second = (Federation(config) for config in configs[:2])
+    beside = Federation(configs[1], beside=first)
+    assert torch.equal(beside.data.x, second.data.x)
+    assert not torch.equal(first.data.x, second.data.x)
+    assert Federation(configs[2], beside=first).data is first.data
+    scaled = Federation(
+        Config(**TINY, partition="feature", partition_seed=1, precision="fp64", normalize="none"), beside=first
+    )
+    assert torch.equal(scaled.data.x, first.data.x)
 
 
-@pytest.mark.usefixtures("relay")
-def test_a_turn_that_diverges_names_its_client():
-    config = Config(clients=5, participation=0.6, rounds=3, epochs=1, model="mlp", lr=1e9)
-    first = next(cohorts(config)).tolist()[0]
-    with pytest.raises(FedobpError, match=f"round 1, client {first}: "):
-        Federation(config).run("relay")
+def test_a_plain_federation_beside_a_changed_one_has_plain_samples():
+    changed = Federation(Config(**TINY, partition="feature"))
+    plain = Federation(Config(**TINY, partition="iid"), beside=changed)
+    assert torch.equal(plain.data.x[:, 0], torch.as_tensor(load("digits", data_dir()).x))
+
+
+def test_training_sees_turned_images():
+    federation = Federation(Config(**TINY, partition="feature", normalize="none"))
+    digits, shards = load("digits", data_dir()), partition(load("digits", data_dir()).y, 6, kind="feature")
+    for client, shard in enumerate(shards):
+        upright = np.rot90(federation.data.inputs(client, "train")[:, 0].numpy(), -shard.change.cohorts, axes=(1, 2))
+        np.testing.assert_allclose(upright * 255, digits.x[shard.train], rtol=1e-5)

@@ -59,7 +59,7 @@ def resolve(config: Config, dataset: Dataset) -> tuple[Config, Method]:
     )
     if config.trainers < 1:
         raise FedobpError(
-            f"--holdout-clients {config.holdout_clients} leaves nobody of {config.clients} clients to train: hold out "
+            f"--holdout-clients {config.holdout_clients} leaves none of {config.clients} clients to train: hold out "
             "fewer"
         )
     protocol(config.protocol, config.rounds)
@@ -145,7 +145,7 @@ def _model_for(shape: tuple[int, ...]) -> str:
 def _path(name: str, given: str) -> Path:
     try:
         return Path(given).expanduser().absolute()
-    except RuntimeError as error:  # the home folder of nobody
+    except RuntimeError as error:  # the home folder of a user that does not exist
         raise FedobpError(f"{flag(name)} {short(given)} has no home folder: write its whole path") from error
 
 
