@@ -28,8 +28,10 @@ if not torch.cuda.is_available():
 
 from children import children
 from lanes_cases import NETWORKS, shards
+from relay import Relay
 
 from fedobp import cli
+from fedobp.algorithms import METHODS
 from fedobp.models import NETS
 
 
@@ -102,3 +104,9 @@ def wards(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     np.savez(tmp_path / "data" / "wards.npz", x=x, y=np.arange(70) % 2, client=wards[np.arange(70) % 7])
     monkeypatch.setenv("FEDOBP_DATA", str(tmp_path / "data"))
+
+
+@pytest.fixture
+def relay(monkeypatch):
+    """Register the method `relay`."""
+    monkeypatch.setitem(METHODS, "relay", Relay)
