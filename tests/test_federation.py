@@ -1,24 +1,21 @@
-"""Whole runs: hand-checkable identities between methods, books, and a golden run per method."""
+"""Federations and sweeps: what is read and shared, identities between methods, and a golden run of each."""
 
-import json
-import random
-from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from contexts import with_model
-from lanes_cases import vector
+from cli.cases import write_npz
+from lanes_cases import metrics, vector
+from resolved import resolved
 
-import fedobp
-from fedobp import Config, Federation, FedobpError, sweep
+from fedobp import Config, Federation, FedobpError, SweepError, sweep
 from fedobp.algorithms import METHODS
-from fedobp.algorithms.fedavg import FedAvg
-from fedobp.engine import Budget, ClientPool, PoolJob, Serial
-from fedobp.method import RoundContext
+from fedobp.data import PARTITIONERS, data_dir, datasets, load, partition
+from fedobp.federation import plan_sweep
 from fedobp.models import Model
-from fedobp.sampling import cohorts
 
+TINY = {"clients": 6, "rounds": 4, "participation": 0.5, "epochs": 1, "model": "mlp", "precision": "fp64"}
 MLP_SIZE = 64 * 128 + 128 + 128 * 10 + 10
 HEAD_SIZE = 128 * 10 + 10
 
@@ -26,6 +23,71 @@ HEAD_SIZE = 128 * 10 + 10
 @pytest.fixture(scope="module", params=["serial", "lanes"])
 def tiny(request):
     return Federation(Config(**TINY, engine=request.param))
+
+
+def test_a_federation_has_the_resolved_form_of_what_was_asked():
+    asked = Config(clients=6)
+    federation = Federation(asked)
+    assert federation.config == resolved(asked) != asked
+    assert Federation(federation.config).config == federation.config
+    assert Federation().config == resolved()
+
+
+# How often a dataset is read.
+
+
+@pytest.fixture
+def read_files(tmp_path, monkeypatch):
+    """The dataset `mine`, and the files that were read, in order."""
+    (tmp_path / "data").mkdir()
+    monkeypatch.setenv("FEDOBP_DATA", str(tmp_path / "data"))
+    write_npz(tmp_path / "data" / "mine.npz", n=120)
+    found, read = [], datasets.read_npz
+
+    def counted(path, *arguments, **more):
+        found.append(Path(path).name)
+        return read(path, *arguments, **more)
+
+    monkeypatch.setattr(datasets, "read_npz", counted)
+    return found
+
+
+MINE = {"dataset": "mine", "clients": 3, "rounds": 2, "epochs": 1, "model": "mlp"}
+
+
+def test_a_federation_and_its_runs_read_the_dataset_once(read_files):
+    federation = Federation(Config(**MINE))
+    federation.run()
+    federation.run("fedavg")
+    assert read_files == ["mine.npz"]
+    Federation(Config(**MINE, partition_seed=7), beside=federation).run()
+    assert read_files == ["mine.npz"]
+
+
+def test_a_sweep_reads_each_dataset_once(read_files, tmp_path):
+    write_npz(tmp_path / "data" / "other.npz", n=90)
+    methods = ("fedavg", "local", "fedper")
+    configs = [Config(**{**MINE, "dataset": name}, method=method) for method in methods for name in ("mine", "other")]
+    configs.append(Config(**MINE, seed=7, batch_size=16, engine="serial"))
+    sweep(configs)
+    assert read_files == ["mine.npz", "other.npz"]
+
+
+def test_the_commands_read_the_dataset_once(read_files, command):
+    flags = ("--dataset", "mine", "--rounds", 1, "--epochs", 1, "--model", "mlp")
+    for arguments in (
+        ("run", *flags, "--out", "run"),
+        ("run", "--config", "run/config.toml"),
+        ("compare", *flags, "--methods", "fedavg,local,fedper", "--seeds", 2, "--out", "compare"),
+        ("compare", "--config", "compare/compare.toml"),
+        ("partition", "--dataset", "mine"),
+    ):
+        read_files.clear()
+        assert command(*arguments).code == 0
+        assert read_files == ["mine.npz"], arguments
+
+
+# Identities between methods.
 
 
 def test_fedobp_at_q_1_is_fedavg(tiny):
@@ -40,17 +102,17 @@ def test_fedobp_at_q_0_with_a_literal_start_is_local_only_up_to_ties(tiny):
     ours, alone = tiny.run("fedobp", q=0.0, start="literal"), tiny.run("local")
     for client in range(6):
         mine, theirs = vector(ours, client), vector(alone, client)
-        # Entries at the minimum score (those that nobody's training moved) are shared; they are equal anyway.
+        # Entries at the minimum score (those that no client's training moved) are shared; they are equal anyway.
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-12)
 
 
-def test_every_client_at_once_with_equal_sizes_averages_plainly():
+def test_a_round_of_all_clients_averages_their_models():
     """One full-participation round of FedAvg is the weighted mean of Local-Only's models."""
     federation = Federation(Config(**{**TINY, "rounds": 1, "participation": 1.0}))
-    alone, together = federation.run("local"), federation.run("fedavg")
+    alone, averaged = federation.run("local"), federation.run("fedavg")
     sizes = torch.tensor([federation.data.size(client, "train") for client in range(6)], dtype=torch.float64)
     models = torch.stack([vector(alone, client) for client in range(6)])
-    assert torch.allclose(vector(together), (sizes / sizes.sum()) @ models, rtol=0, atol=1e-12)
+    assert torch.allclose(vector(averaged), (sizes / sizes.sum()) @ models, rtol=0, atol=1e-12)
 
 
 def test_fedper_without_a_second_client_keeps_its_head(tiny):
@@ -75,12 +137,15 @@ def test_fedper_without_a_second_client_keeps_its_head(tiny):
         ("fedobp", 10, 10),
     ],
 )
-def test_personal_entries_once_everyone_was_seen(method, low, high):
+def test_personal_entries_after_all_clients_have_trained(method, low, high):
     federation = Federation(Config(**{**TINY, "participation": 1.0, "rounds": 2}))
     personal = federation.run(method).personal
     assert (personal.min, personal.max) == (low, high)
     assert personal.mean == low
     assert personal.share == pytest.approx(low / MLP_SIZE)
+
+
+# Runs and samples of a federation.
 
 
 def test_a_runs_options_extend_the_configurations_for_the_same_method():
@@ -186,8 +251,7 @@ def test_fedobp_beats_fedavg_and_local_only_on_the_demo(seed):
     assert ours.accuracy.pooled > alone.accuracy.pooled
 
 
-# Turns, and rounds of everyone.
-
+# Sweeps.
 
 SIDE_BY_SIDE = [{"method": "fedavg"}, {"method": "fedper", "rounds": 2}, {"method": "local", "seed": 7}]
 
@@ -198,7 +262,7 @@ def test_a_sweep_returns_its_runs_in_order_and_says_which_one_it_is_at(tmp_path)
     seen = []
     folders = [tmp_path / name for name in "abc"]
     results = sweep(configs, out=folders, progress=lambda at: seen.append((at.run, at.method, at.round, at.rounds)))
-    assert [result.config for result in results] == configs
+    assert [result.config for result in results] == list(map(resolved, configs))
     assert [result.out for result in results] == folders
     assert all((folder / "result.json").exists() for folder in folders)
     assert sorted(seen) == [
@@ -233,8 +297,33 @@ def test_a_run_that_fails_lets_the_others_finish_and_is_named(tmp_path):
     for folder, rounds in zip(outs, (3, None, 3), strict=True):
         assert (folder / "result.json").exists() == (rounds is not None)
         if rounds:
-            lines = (folder / "metrics.jsonl").read_text().splitlines()
-            assert [json.loads(line)["round"] for line in lines] == [1, 2, 3]
+            assert [line["round"] for line in metrics(folder)] == [1, 2, 3]
+
+
+def test_a_run_that_cannot_start_is_named_and_lets_the_others_finish():
+    settings = {"rounds": 1, "clients": 8, "model": "mlp"}
+    wrong = [{"method": "fedprox", "options": {"mu": -1}}, {"dataset": "nothing"}, {"clients": 1000}]
+    configs = [Config(**settings), *(Config(**{**settings, **one}, seed=7) for one in wrong)]
+    plan = plan_sweep(configs)
+    assert (list(plan.configs), list(plan.failures), plan.launches) == ([0, 3], [1, 2], [[0, 3]])
+    assert plan.bug() is None
+    with pytest.raises(SweepError) as caught:
+        sweep(plan)
+    assert [result and result.config.method for result in caught.value.results] == ["fedobp", None, None, None]
+    causes = ("option 'mu' of fedprox", "unknown dataset 'nothing'", "fewer than 10 for each of 1000 clients")
+    for line, method, cause in zip(
+        str(caught.value).splitlines(), ("fedprox", "fedobp", "fedobp"), causes, strict=True
+    ):
+        assert line.startswith(f"{method}, seed 7: ")
+        assert cause in line
+
+
+def test_a_plan_without_its_failures_counts_the_others_anew():
+    configs = [Config(method="none"), Config(clients=5), Config(model="none"), Config(clients=6, batch_size=16)]
+    plan = plan_sweep(configs).without_failures()
+    assert (plan.asked, plan.launches, plan.failures) == (list(plan.configs.values()), [[0], [1]], {})
+    assert [config.clients for config in plan.asked] == [5, 6]
+    assert plan_sweep([]).launches == plan_sweep([], dataset=load("digits", data_dir())).launches == []
 
 
 @pytest.mark.parametrize(
@@ -261,35 +350,36 @@ def test_a_sweep_takes_any_iterable_of_configurations():
     assert [result.config.seed for result in results] == [1, 2]
 
 
-def test_every_kind_runs(wards):
-    for kind in PARTITIONERS:
-        given = {"clients": 3, "rounds": 1, "alpha": 5.0, "epochs": 1, "partition": kind, "dataset": "wards"}
-        options = {"change": "noise"} if kind == "feature" else {}
+# Partitions.
+
+
+def test_every_partition_runs(wards):
+    for name in PARTITIONERS:
+        given = {"clients": 3, "rounds": 1, "alpha": 5.0, "epochs": 1, "partition": name, "dataset": "wards"}
+        options = {"change": "noise"} if name == "feature" else {}
         federation = Federation(Config(**given, partition_options=options))
         assert federation.run("fedavg").accuracy.pooled > 0
         assert federation.data.clients == 3
 
 
-def test_data_that_names_nobody_has_no_natural_partition():
+def test_data_without_natural_clients_has_no_natural_partition():
     with pytest.raises(FedobpError, match="--partition natural needs the client of each sample"):
         Federation(Config(partition="natural"))
 
 
 def test_runs_with_other_features_do_not_share_samples():
-    configs = [Config(**TINY, partition="feature", partition_seed=seed, seed=1, precision="fp64") for seed in (1, 2, 1)]
-    together = sweep(configs)
-    for config, result in zip(configs, together, strict=True):
+    configs = [Config(**TINY, partition="feature", partition_seed=seed, seed=1) for seed in (1, 2, 1)]
+    results = sweep(configs)
+    for config, result in zip(configs, results, strict=True):
         alone = Federation(config).run()
         assert (result.accuracy, result.partition) == (alone.accuracy, alone.partition)
-    assert together[0].accuracy == together[2].accuracy
+    assert results[0].accuracy == results[2].accuracy
     first, second = (Federation(config) for config in configs[:2])
     beside = Federation(configs[1], beside=first)
     assert torch.equal(beside.data.x, second.data.x)
     assert not torch.equal(first.data.x, second.data.x)
     assert Federation(configs[2], beside=first).data is first.data
-    scaled = Federation(
-        Config(**TINY, partition="feature", partition_seed=1, precision="fp64", normalize="none"), beside=first
-    )
+    scaled = Federation(Config(**TINY, partition="feature", partition_seed=1, normalize="none"), beside=first)
     assert torch.equal(scaled.data.x, first.data.x)
 
 
@@ -299,9 +389,9 @@ def test_a_plain_federation_beside_a_changed_one_has_plain_samples():
     assert torch.equal(plain.data.x[:, 0], torch.as_tensor(load("digits", data_dir()).x))
 
 
-def test_training_sees_turned_images():
+def test_training_sees_rotated_images():
     federation = Federation(Config(**TINY, partition="feature", normalize="none"))
     digits, shards = load("digits", data_dir()), partition(load("digits", data_dir()).y, 6, kind="feature")
     for client, shard in enumerate(shards):
-        upright = np.rot90(federation.data.inputs(client, "train")[:, 0].numpy(), -shard.change.cohorts, axes=(1, 2))
+        upright = np.rot90(federation.data.inputs(client, "train")[:, 0].numpy(), -shard.change.turns, axes=(1, 2))
         np.testing.assert_allclose(upright * 255, digits.x[shard.train], rtol=1e-5)

@@ -5,6 +5,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import pytest
+
 import fedobp
 
 ROOT = Path(__file__).parent.parent
