@@ -1,8 +1,18 @@
+"""Accuracies of clients' predictions, against numbers computed by hand."""
+
+import math
+
+import pytest
+import torch
+
+from fedobp.evaluation import accuracy, count, merge
+
+
 def labels(*values):
     return torch.tensor(values, dtype=torch.int64)
 
 
-# Four clients, of which the third has nothing to test; label 3 occurs in training alone.
+# Four clients, of which the third has no test samples; label 3 occurs in training alone.
 TARGETS = [labels(0, 0, 1, 2), labels(1), labels(), labels(2, 2, 1, 0, 0)]
 
 
@@ -57,3 +67,11 @@ def test_clients_without_test_samples_do_not_count_in_the_decile():
     targets, predicted = [labels(0), labels(0, 0), *empty], [labels(0), labels(0, 1), *empty]
     found = accuracy(predicted, targets, [labels(1, 0)] * 102)
     assert (found.worst_decile, found.client_mean) == (50, 75)
+
+
+def test_counts_of_clients_are_whole_numbers_that_are_merged_in_any_groups():
+    counts = [count(*one) for one in zip(PREDICTED, TARGETS, COUNTS, strict=True)]
+    assert [one.correct.tolist() for one in counts] == [[2, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [1, 1, 2, 0]]
+    assert [one.tested.tolist() for one in counts] == [[2, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0], [2, 1, 2, 0]]
+    assert [one.majority for one in counts] == [2, 0, 0, 1]
+    assert merge(counts) == merge([*counts[:1], *counts[1:]]) == accuracy(PREDICTED, TARGETS, COUNTS)

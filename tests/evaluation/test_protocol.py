@@ -1,3 +1,11 @@
+"""Protocols: which rounds are reported, and which of them is chosen."""
+
+import pytest
+
+from fedobp import Config, Federation, FedobpError
+from fedobp.evaluation import Accuracy, protocol
+
+
 def test_the_default_protocol_reports_the_last_round():
     found = protocol("default", 60)
     assert (found.rounds, found.pick, found.clients, found.split) == ((60,), "last", "all", "test")
@@ -43,8 +51,8 @@ def test_nothing_is_chosen_out_of_nothing(name):
     assert protocol(name, 400).choose([]) is None
 
 
-def test_a_run_under_the_papers_protocol_reports_its_best_checkpoint(monkeypatch):
-    monkeypatch.setattr(evaluation, "PAPER_ROUNDS", (1, 2, 4, 8))
+def test_a_run_under_the_papers_protocol_reports_its_best_round(monkeypatch):
+    monkeypatch.setitem(protocol.__globals__, "PAPER_ROUNDS", (1, 2, 4, 8))
     # A rate at which accuracy goes up and down.
     config = Config(clients=5, rounds=5, epochs=1, model="mlp", lr=0.5, protocol="paper", eval_every=5)
     result = Federation(config).run("fedavg")
