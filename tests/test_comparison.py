@@ -1,4 +1,4 @@
-"""A comparison is repeated from its `compare.toml`: the same runs, the same launches, the same bytes."""
+"""`compare.toml`: a comparison is repeated with the same runs, the same launches and the same bytes."""
 
 import json
 import re
@@ -7,8 +7,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from resolved import resolved
 
-from fedobp import Config, FedobpError, sweep
+from fedobp import Config
 from fedobp.comparison import read_comparison, to_toml
 
 TINY = ("--clients", 6, "--rounds", 2, "--epochs", 1, "--participation", 0.5, "--eval-every", 1, "--save-models", "all")
@@ -164,7 +165,7 @@ def test_a_file_that_is_not_there_or_another_one_is_refused(command):
 
 def test_what_is_written_is_read_back(tmp_path):
     given = {"clients": 5, "rounds": 2, "partition": "classes", "partition_options": {"k": 3}, "partition_seed": 9}
-    configs = [Config(**given, method=method, seed=seed) for seed in (3, 1) for method in ("fedobp", "apfl")]
+    configs = [resolved(**given, method=method, seed=seed) for seed in (3, 1) for method in ("fedobp", "apfl")]
     (tmp_path / "compare.toml").write_text(to_toml(configs, [[0, 2], [1], [3]]))
     asked, launches = read_comparison(tmp_path / "compare.toml")
     again = [Config(**one) for one in asked]

@@ -1,8 +1,11 @@
-"""`fedobp partition`: its JSON, its heat map and its picture."""
+"""`fedobp partition`: its JSON, its heat map, its picture, its options and what it saves."""
 
+import re
 from pathlib import Path
 
 import pytest
+
+from fedobp.data import PARTITIONERS
 
 
 def test_partition_json_counts_every_sample_once(command):
@@ -48,13 +51,13 @@ def test_partition_json_has_exactly_the_documented_shape(command, wards):
     assert "name" not in first
 
 
-def test_the_help_and_the_docs_know_every_kind_and_option(command):
+def test_the_help_and_the_docs_name_every_partition_and_option(command):
     said = " ".join(command("partition", "--help").out.replace("│", " ").split())
-    docs = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
-    for name, kind in PARTITIONERS.items():
+    docs = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    for name, partitioner in PARTITIONERS.items():
         assert re.search(rf"[ ,]{name}[ ,]", said), name
         [row] = [line for line in docs.splitlines() if line.startswith(f"| `{name}` |")]
-        for option in kind.options():
+        for option in partitioner.options():
             assert re.search(rf"[ ,]{option.name}( and \w+)? of {name}[ ,.]|{option.name} of {name}", said), option.name
             assert re.search(rf"`{option.name}[`=]", row), option.name
 
@@ -68,14 +71,14 @@ def test_a_partition_option_is_refused_with_the_nearest_or_with_its_form(command
     assert "has no options" in command("partition", "--partition-set", "k=2").err
 
 
-def test_saving_twice_is_refused_and_says_so(command):
-    saved(command)
+def test_saving_twice_under_one_name_is_refused(command):
+    assert command("partition", "--clients", 6, "--save", "six").code == 0
     said = command("partition", "--clients", 6, "--save", "six")
     assert said.code == 2
     assert "exists already" in said.err
 
 
-def test_what_to_do_with_a_saved_partition_is_said(command):
+def test_the_next_command_is_printed_with_a_saved_partition(command):
     said = command("partition", "--clients", 6, "--save", "six")
     assert "fedobp run --dataset digits --partition-file six" in said.out
     said = command("partition", "--clients", 6, "--save", "again", "--data-dir", "here")

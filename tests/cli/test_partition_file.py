@@ -1,33 +1,17 @@
-"""Partitions of whole runs: options and files on the command line, shared samples, pictures and measures."""
+"""Runs with `--partition-file`: they equal runs with the same settings, and what contradicts the file is refused."""
 
 import json
 import re
 import tomllib
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
-from fedobp import Config, Federation, FedobpError, sweep
-from fedobp.data import PARTITIONERS, data_dir, load, partition
-from fedobp.federation import assign
-from fedobp.report.partition import label_skew, partition_title
-
-TINY = {"clients": 6, "rounds": 2, "participation": 0.5, "epochs": 1, "model": "mlp", "device": "cpu"}
 RUN = ("run", "--rounds", 2, "--epochs", 1, "--model", "mlp")
 
 
-# Settings.
-
-
-# Samples that a partition changes.
-
-
-# Files.
-
-
 def saved(command, *more):
+    """Save a partition as `six`, and return its hash."""
     said = command("partition", "--clients", 6, "--alpha", 0.5, "--partition-seed", 3, *more, "--save", "six", "--json")
     assert (said.code, said.err) == (0, "")
     return said.json["hash"]
@@ -80,13 +64,13 @@ def test_what_contradicts_the_file_is_refused(command, wards, more, sentence):
 
 
 @pytest.mark.parametrize(
-    "usual", [("--partition", "dirichlet"), ("--alpha", "0.1"), ("--holdout-clients", "0"), ("--val-ratio", "0.0")]
+    "default", [("--partition", "dirichlet"), ("--alpha", "0.1"), ("--holdout-clients", "0"), ("--val-ratio", "0.0")]
 )
-def test_what_is_usual_contradicts_the_file_too_where_it_is_asked_for(command, usual):
+def test_a_default_contradicts_the_file_too_if_it_is_asked_for(command, default):
     saved(command, "--partition", "dirichlet-equal", "--holdout-clients", 2, "--val-ratio", 0.2)
-    said = command(*RUN, "--partition-file", "six", *usual)
+    said = command(*RUN, "--partition-file", "six", *default)
     assert said.code == 2
-    assert f"{' '.join(usual)} is not what the partition" in said.err
+    assert f"{' '.join(default)} is not what the partition" in said.err
 
 
 def test_what_the_file_says_too_is_no_contradiction(command):
@@ -127,9 +111,6 @@ def test_a_file_that_is_not_there_is_refused(command):
     assert "cannot read the partition" in said.err
 
 
-# The command line.
-
-
 def test_another_partition_than_the_files_starts_with_its_own_options(command):
     assert command(*RUN, "--partition", "classes", "--partition-set", "k=5", "--out", "five").code == 0
     again = ("run", "--config", "five/config.toml")
@@ -138,6 +119,3 @@ def test_another_partition_than_the_files_starts_with_its_own_options(command):
     kept, shards = (tomllib.loads(Path(name, "config.toml").read_text()) for name in ("kept", "shards"))
     assert kept["partition_options"] == {"k": 5}
     assert shards["partition_options"] == {"per_client": 2}
-
-
-# Looking at it.

@@ -1,3 +1,12 @@
+"""Label skew, and the title of a partition."""
+
+import numpy as np
+import pytest
+from resolved import resolved
+
+from fedobp.report.partition import label_skew, partition_title
+
+
 def test_label_skew_by_hand():
     # Of eight samples, labels are 4, 2, 2: shares 1/2, 1/4, 1/4, an entropy of 1.5 bits.
     found = label_skew(np.array([[2, 0, 0], [0, 2, 0], [1, 0, 1], [1, 0, 1]]))
@@ -23,4 +32,4 @@ def test_clients_like_all_are_at_distance_0_and_those_unlike_all_near_2():
     ],
 )
 def test_a_title_says_what_it_is(given, words):
-    assert partition_title(Config(**given)) == words
+    assert partition_title(resolved(**given)) == words

@@ -1,3 +1,11 @@
+"""Pictures of partitions."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+
 @pytest.fixture
 def figures(monkeypatch):
     """The figures that are drawn."""

@@ -3,10 +3,11 @@
 import re
 
 import pytest
+from resolved import resolved
 from rich.console import Console
 
 import fedobp
-from fedobp.federation import deal
+from fedobp.federation import assign, read
 from fedobp.report.heat_map import heat_map
 from fedobp.report.tables import compare_table, datasets_table, methods_table, run_table, summarise
 
@@ -39,7 +40,8 @@ def test_lists_and_maps_fit_too(command, columns):
     assert all(row["name"] in rendered(methods_table(rows), columns) for row in rows)
     rows = command("data", "list", "--json").json["datasets"]
     assert all(row["name"] in rendered(datasets_table(rows), columns) for row in rows)
-    dataset, shards = deal(fedobp.Config(clients=5, holdout_clients=1))
+    config = resolved(clients=5, holdout_clients=1)
+    dataset, shards = assign(config, read(config))
     shown = rendered(heat_map(dataset, shards, columns), columns)
     assert len([line for line in shown.splitlines() if re.match(r" {5}\d ", line)]) == 5  # a line for each client
 
