@@ -41,7 +41,7 @@ lint: .venv/.dev  ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-format: .venv/.dev  ## put the code in the house style
+format: .venv/.dev  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -28,7 +28,7 @@ from contexts import with_model
 from fedobp import Config, FedobpError, sweep
 from fedobp.algorithms import METHODS
 from fedobp.data import data_dir
-from fedobp.federation import Progress
+from fedobp.launch import Progress
 from fedobp.method import RoundContext, Sweep, Train
 from fedobp.models import Model
 

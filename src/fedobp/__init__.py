@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from fedobp import method as method
     from fedobp.config import Config
     from fedobp.evaluation import Accuracy
-    from fedobp.federation import Federation, Progress, SweepError, sweep
+    from fedobp.federation import Federation
+    from fedobp.launch import Progress
     from fedobp.models import Model
     from fedobp.result import Result
     from fedobp.storage import load_state_dict
+    from fedobp.sweeps import SweepError, sweep
 
 __all__ = [
     "Accuracy", "Config", "Federation", "FedobpError", "Model", "Progress", "Result", "SweepError", "__version__",
@@ -36,11 +38,11 @@ _MODULES = {
     "Config": "config",
     "Federation": "federation",
     "Model": "models",
-    "Progress": "federation",
+    "Progress": "launch",
     "Result": "result",
-    "SweepError": "federation",
+    "SweepError": "sweeps",
     "load_state_dict": "storage",
-    "sweep": "federation",
+    "sweep": "sweeps",
 }
 
 

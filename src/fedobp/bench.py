@@ -24,7 +24,7 @@ from fedobp.engine.cost import cost
 from fedobp.engine.precision import deterministic
 from fedobp.engine.stack import Grouped, stacked
 from fedobp.errors import FedobpError
-from fedobp.evaluation import Evaluator
+from fedobp.evaluation import Evaluator, ServerView
 from fedobp.federation import Federation, assign
 from fedobp.launch import Simulation, batch_size_for, engine_for, memory_for, simulate
 from fedobp.method import Method, RoundContext
@@ -117,10 +117,12 @@ def evaluate(engine: Engine, config: Config, method: Method, model: Model, data:
     rates = {"lr": config.lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
     begun = clock(data.x.device)
     evaluator(
-        lambda clients: RoundContext(model, 1, config.rounds, config.clients, 1, clients, config.seed),
-        initial.server,
-        Store(initial.record, config.clients, Budget()),
-        {**rates, **method.hparams()},
+        ServerView(
+            lambda clients: RoundContext(model, 1, config.rounds, config.clients, 1, clients, config.seed),
+            initial.server,
+            Store(initial.record, config.clients, Budget()),
+            {**rates, **method.hparams()},
+        ),
         everything=False,
     )
     return clock(data.x.device) - begun
@@ -264,7 +266,7 @@ class _Session:
         found: dict[EngineName, tuple[_Measured, float]] = {}
         names: tuple[EngineName, ...] = ("lanes", "serial")
         for name in names:
-            # Again each time: where a machine is shared, its best moment may come later.
+            # Measured before each engine: on a shared machine the best rate may come later.
             self._tell("matrix product")
             best = max(best, peak(self._device, config.precision, max(0.2, _PEAK * self._seconds)))
             engine = engine_for(replace(config, engine=name), self._model)

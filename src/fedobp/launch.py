@@ -1,10 +1,11 @@
-"""Runs that train side by side: which of them share a launch, and the loop that takes them through their rounds."""
+"""Launches: which runs train side by side, what memory they get, and the scheduler that advances their rounds."""
 
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from traceback import clear_frames
 from typing import Literal, NamedTuple, TypeVar
@@ -21,6 +22,7 @@ from fedobp.engine import (
     Engine,
     Lanes,
     PoolJob,
+    Prepared,
     Serial,
     caught,
     dtype_of,
@@ -36,6 +38,7 @@ from fedobp.run import Run
 
 T = TypeVar("T")
 Round = Generator[ClientJob, CohortUpdate, None]
+Update = CohortUpdate | BaseException
 
 
 @dataclass(frozen=True)
@@ -171,13 +174,19 @@ def simulate(
     return Simulation(run, clients)
 
 
-class _Launch:
-    """Runs of one launch by position; a run that fails leaves the others alone."""
+class Launch:
+    """Runs that train side by side, by position; a run that fails leaves the others alone."""
 
-    def __init__(self, plans: Sequence[RunPlan]) -> None:
-        self._plans = plans
+    def __init__(self, plans: Sequence[RunPlan], keep_models: bool) -> None:
+        first, configs = plans[0], [plan.config for plan in plans]
+        batch = batch_size_for(first.config, [plan.data for plan in plans])
+        self._plans, self.engine = plans, engine_for(first.config, first.model, batch)
+        self._ended: dict[int, Result | BaseException] = {}
         self.going: dict[int, Simulation] = {}
-        self.ended: dict[int, Result | BaseException] = {}
+        budget = Budget(memory_for(first.config, "store"))
+        for at, plan in enumerate(plans):
+            if one := self.attempt(at, partial(simulate, plan, self.engine, budget, keep_models, configs)):
+                self.going[at] = one
 
     def attempt(self, at: int, step: Callable[[], T]) -> T | None:
         """Take a step of a run; what it raises ends this run alone."""
@@ -190,29 +199,47 @@ class _Launch:
         if not isinstance(done, BaseException):
             return done
         self.going.pop(at, None)
-        self.ended[at] = done
+        self._ended[at] = done
         if len(self._plans) > 1:  # the others need the memory that its frames hold
             for error in (done, done.__cause__):
                 clear_frames(error.__traceback__ if error else None)
         return None
 
-    def jobs(
-        self, rounds: dict[int, Round], updates: dict[int, CohortUpdate | BaseException] | None
-    ) -> dict[int, PoolJob]:
-        """Advance rounds by their cohorts' updates (None: start them); return the jobs that they ask for next."""
+    def plan(self, number: int) -> dict[int, list[ClientJob]]:
+        """Return what a round of each run asks of its cohorts."""
+        going = [(at, one.run) for at, one in self.going.items() if number <= one.run.config.rounds]
+        return {at: jobs for at, run in going if (jobs := self.attempt(at, partial(run.plan, number)))}
+
+    def prepare(self, plan: Mapping[int, Sequence[ClientJob]]) -> Prepared:
+        """Compute ahead what the first jobs of a round need."""
+        return self.engine.prepare([self.going[at].clients.assign(jobs[0]) for at, jobs in plan.items()])
+
+    def advance(self, rounds: Mapping[int, Round], updates: Mapping[int, Update | None]) -> dict[int, PoolJob]:
+        """Send rounds their cohorts' updates (None: start them); return the jobs that they ask for next."""
         found = {}
-        for at, round in rounds.items():
-            if updates is None or at in updates:
-                step = partial(next, round, None) if updates is None else partial(_advance, round, updates[at])
-                if job := self.attempt(at, step):
-                    found[at] = self.going[at].clients.assign(job)
+        for at, update in updates.items():
+            if at in self.going and (job := self.attempt(at, partial(_advance, rounds[at], update))):
+                found[at] = self.going[at].clients.assign(job)
         return found
 
+    def train(self, jobs: Mapping[int, PoolJob], prepared: Prepared | None = None) -> dict[int, Update]:
+        """Train the jobs of all runs in one engine call."""
+        return dict(zip(jobs, self.engine.try_train(list(jobs.values()), prepared), strict=True))
 
-def _advance(round: Round, update: CohortUpdate | BaseException) -> ClientJob | None:
-    """Return what a round asks for after a cohort's update; None: it is over."""
+    def results(self) -> list[Result | BaseException]:
+        """Return each run's result, or what ended it."""
+        for at, one in list(self.going.items()):
+            if result := self.attempt(at, one.run.result):
+                self._ended[at] = result
+        return [self._ended[at] for at in range(len(self._plans))]
+
+
+def _advance(round: Round, update: Update | None) -> ClientJob | None:
+    """Return what a round asks for next; None: it is over."""
     try:
-        return round.throw(update) if isinstance(update, BaseException) else round.send(update)
+        if isinstance(update, BaseException):
+            return round.throw(update)
+        return next(round) if update is None else round.send(update)
     except StopIteration:
         return None
 
@@ -224,45 +251,30 @@ def train_side_by_side(
     if not plans:
         return []
     last = time.perf_counter()
-    first, configs = plans[0], [plan.config for plan in plans]
-    batch = batch_size_for(first.config, [plan.data for plan in plans])
-    engine = engine_for(first.config, first.model, batch)
-    budget, launch = Budget(memory_for(first.config, "store")), _Launch(plans)
-    for at, plan in enumerate(plans):
-        if one := launch.attempt(at, partial(simulate, plan, engine, budget, keep_models, configs)):
-            launch.going[at] = one
-
-    def planned(number: int) -> dict[int, list[ClientJob]]:
-        going = [(at, one.run) for at, one in launch.going.items() if number <= one.run.config.rounds]
-        return {at: jobs for at, run in going if (jobs := launch.attempt(at, partial(run.plan, number)))}
-
-    coming, prepared = planned(1), None
-    for number in range(1, max(config.rounds for config in configs) + 1):
-        if not coming:
-            break
-        clock, before, training = time.perf_counter(), engine.counters, 0.0
-        rounds = {at: launch.going[at].run.round(jobs) for at, jobs in coming.items()}
-        jobs, coming = launch.jobs(rounds, None), {}
-        waves = 0
-        while jobs:
-            begun = time.perf_counter()
-            updates = dict(zip(jobs, engine.try_train(list(jobs.values()), prepared), strict=True))
-            if not waves:  # while a device is busy: the orders of the next round's samples
-                coming = planned(number + 1)
-                prepared = engine.prepare([launch.going[at].clients.assign(one[0]) for at, one in coming.items()])
-            training, waves = training + time.perf_counter() - begun, waves + 1
-            jobs = launch.jobs(rounds, updates)
-        coming = {at: one for at, one in coming.items() if at in launch.going}
-        now, done = time.perf_counter(), engine.counters - before
+    launch = Launch(plans, keep_models)
+    plan, prepared = launch.plan(1), None
+    for number in count(1):
+        if not plan:
+            return launch.results()
+        begun, before = time.perf_counter(), launch.engine.counters
+        rounds = {at: launch.going[at].run.round(jobs) for at, jobs in plan.items()}
+        jobs = launch.advance(rounds, dict.fromkeys(rounds))
+        clock = time.perf_counter()
+        updates = launch.train(jobs, prepared)
+        plan = launch.plan(number + 1)
+        prepared = launch.prepare(plan)  # while a device is busy with this round
+        training = time.perf_counter() - clock
+        while jobs := launch.advance(rounds, updates):
+            clock = time.perf_counter()
+            updates = launch.train(jobs)
+            training += time.perf_counter() - clock
+        plan = {at: jobs for at, jobs in plan.items() if at in launch.going}
+        now, occupancy = time.perf_counter(), (launch.engine.counters - before).occupancy
         going = [at for at in rounds if at in launch.going]
-        times = {"round": number, "train": training, "all": now - clock, "runs": len(going)}
+        times = {"round": number, "train": training, "all": now - begun, "runs": len(going), "occupancy": occupancy}
         for at in going:
             run = launch.going[at].run
-            share = (now - last) / len(going)  # side by side, each has an equal share
-            launch.attempt(at, partial(run.log_times, {**times, "occupancy": done.occupancy}, share))
+            launch.attempt(at, partial(run.log_times, times, (now - last) / len(going)))  # each has an equal share
             progress(Progress(run.config.method, number, run.config.rounds, run.accuracy, at))
         last = now
-    for at, one in list(launch.going.items()):
-        if result := launch.attempt(at, one.run.result):
-            launch.ended[at] = result
-    return [launch.ended[at] for at in range(len(plans))]
+    raise AssertionError("count has no end")

@@ -1,4 +1,4 @@
-"""What a run's settings come to once its dataset is read: every default decided, every name checked."""
+"""Resolves settings once the dataset is read: every default is decided, every name checked."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -145,7 +145,7 @@ def _model_for(shape: tuple[int, ...]) -> str:
 def _path(name: str, given: str) -> Path:
     try:
         return Path(given).expanduser().absolute()
-    except RuntimeError as error:  # the home folder of a user that does not exist
+    except RuntimeError as error:  # no such user
         raise FedobpError(f"{flag(name)} {short(given)} has no home folder: write its whole path") from error
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
@@ -12,10 +13,10 @@ from fedobp.accounting import Accounting
 from fedobp.config import Config, side_by_side
 from fedobp.engine import Budget, ClientJob, Store
 from fedobp.errors import FedobpError
-from fedobp.evaluation import Accuracy, NewClients, Report, protocol
+from fedobp.evaluation import Accuracy, NewClients, Report, ServerView, protocol
+from fedobp.evaluation.evaluator import Keep
 from fedobp.method import CohortKind, CohortUpdate, InitialState, Method, RoundContext
 from fedobp.models import Model
-from fedobp.records import Tensors
 from fedobp.result import Compute, Result, Traffic
 from fedobp.sampling import Sampler
 from fedobp.storage import ClientModels, RunFolder
@@ -24,16 +25,7 @@ from fedobp.storage import ClientModels, RunFolder
 class Evaluate(Protocol):
     """Tests all clients' models: in a simulation an `Evaluator`, over nodes what merges their counts."""
 
-    def __call__(
-        self,
-        context: Callable[[Tensor], RoundContext],
-        server: Tensors,
-        records: Store,
-        hparams: Mapping[str, float],
-        *,
-        everything: bool,
-        keep: Callable[[int, Tensor, Tensor], None] | None = None,
-    ) -> Report:
+    def __call__(self, view: ServerView, *, everything: bool, keep: Keep | None = None) -> Report:
         """Evaluate, and change nothing."""
 
 
@@ -140,14 +132,9 @@ class Run:
         last = number == self.config.rounds
         if last:
             self._models = ClientModels(self.model.layout, self.server["theta"])
-        return self._evaluator(
-            lambda clients: self.context(number, clients),
-            self.server,
-            self.records,
-            self.hparams(self.config.lr),
-            everything=number in self._protocol.rounds,
-            keep=self._models.add if last and self._keep_models else None,
-        )
+        view = ServerView(partial(self.context, number), self.server, self.records, self.hparams(self.config.lr))
+        keep = self._models.add if last and self._keep_models else None
+        return self._evaluator(view, everything=number in self._protocol.rounds, keep=keep)
 
     @property
     def accuracy(self) -> float | None:

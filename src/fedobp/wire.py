@@ -32,7 +32,7 @@ def payload_bytes(record: Mapping[str, Tensor | Sparse]) -> int:
 
 
 class Payload:
-    """The same, of a record on a device that is still counting what is kept: nobody waits until `bytes`."""
+    """The payload of a cohort's record that a device may still be computing: only `bytes` waits for it."""
 
     def __init__(self, record: Mapping[str, Tensor | Sparse]) -> None:
         whole = [value for value in record.values() if isinstance(value, Tensor)]

@@ -28,9 +28,9 @@ from fedobp.errors import FedobpError, short, unknown
 
 if TYPE_CHECKING:
     from fedobp.data import Dataset
-    from fedobp.federation import Failure, SweepPlan
     from fedobp.method import Method
     from fedobp.result import Result
+    from fedobp.sweeps import Failure, SweepPlan
 
 _MOST_RUNS = 1_000
 
@@ -73,10 +73,10 @@ def compare(
     fedobp compare --config runs/NAME/compare.toml
     """
     from fedobp.comparison import read_comparison, to_toml
-    from fedobp.federation import SweepError, plan_sweep
     from fedobp.files import write_json
     from fedobp.report.tables import compare_table, summarise
     from fedobp.storage import claim, new_run_folder, provenance, release
+    from fedobp.sweeps import SweepError, plan_sweep
 
     failed: list[Failure] = []
     launches = dataset = None
@@ -160,7 +160,7 @@ def _requested(
 def _load_methods(methods: str, seeds: Sequence[int]) -> "tuple[dict[str, type[Method]], list[Failure]]":
     """Return the methods by name, and a failure for each run of one that cannot be loaded."""
     from fedobp.algorithms import METHODS, available, method_class, names
-    from fedobp.federation import Failure
+    from fedobp.sweeps import Failure
 
     failed: list[Failure] = []
     if methods == "all":
@@ -191,7 +191,7 @@ def _check_options(options: Iterable[str], fields: Mapping[str, Sequence[str]]) 
 
 def _make_configs(requested: Sequence[Mapping[str, Any]]) -> "tuple[dict[int, Config], dict[int, Failure]]":
     """Return the valid configurations by position in `requested`, and a failure for each invalid one."""
-    from fedobp.federation import Failure
+    from fedobp.sweeps import Failure
 
     made: dict[int, Config] = {}
     failed: dict[int, Failure] = {}
@@ -216,7 +216,7 @@ def _train(
     plan: "SweepPlan", folders: Sequence[Path]
 ) -> "tuple[Sequence[Result | None], list[Failure], BaseException | None]":
     """Train all runs; return their results (None for a failed run), the failures, and the first bug among them."""
-    from fedobp.federation import SweepError, sweep
+    from fedobp.sweeps import SweepError, sweep
 
     configs = plan.configs
     label = f"{len(configs)} runs"

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fedobp.federation import Progress
+    from fedobp.launch import Progress
 
 
 def _bars_disabled() -> bool:

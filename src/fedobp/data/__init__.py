@@ -6,7 +6,6 @@ from fedobp.data.datasets import (
     data_dir,
     dataset_names,
     describe,
-    label_sizes,
     list_datasets,
     load,
     store,
@@ -23,7 +22,7 @@ from fedobp.data.registry import REGISTRY
 
 __all__ = [
     "PARTITIONERS", "REGISTRY", "Dataset", "FederatedData", "Info", "Shard", "Split", "data_dir", "dataset_names",
-    "default_clients_and_alpha", "describe", "fetch", "flags_to_run", "import_dataset", "label_sizes", "list_datasets",
+    "default_clients_and_alpha", "describe", "fetch", "flags_to_run", "import_dataset", "list_datasets",
     "load", "load_partition", "normalization_for", "partition", "partition_hash", "partition_settings",
     "save_partition", "store", "with_client_inputs",
 ]  # fmt: skip

@@ -119,14 +119,6 @@ def describe(name: str, folder: Path) -> Info:
     return Info(name, samples, tuple(shape), len(labels), True, len(client_names))
 
 
-def label_sizes(name: str, folder: Path) -> list[int]:
-    """Return the number of samples of each label of an imported dataset; its inputs are not read."""
-    path = _find(name, folder)
-    assert path is not None, "registered datasets may have no file"
-    _, numbered = _labels(name, _as_vector(read_npz(path, ("y",))["y"]))
-    return [int(size) for size in np.bincount(numbered)]
-
-
 def list_datasets(folder: Path) -> list[Info]:
     """Return the sizes of all registered and all imported datasets; an unreadable file counts as absent."""
     found = []

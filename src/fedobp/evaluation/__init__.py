@@ -4,8 +4,9 @@ from fedobp.evaluation.evaluator import Counts, Evaluator, Personal, Report, rep
 from fedobp.evaluation.metrics import Accuracy, ClientCounts, accuracy, count, merge
 from fedobp.evaluation.new_clients import NewClients
 from fedobp.evaluation.protocol import PAPER_ROUNDS, Protocol, protocol
+from fedobp.evaluation.view import ServerView
 
 __all__ = [
     "PAPER_ROUNDS", "Accuracy", "ClientCounts", "Counts", "Evaluator", "NewClients", "Personal", "Protocol", "Report",
-    "accuracy", "count", "merge", "protocol", "report",
+    "ServerView", "accuracy", "count", "merge", "protocol", "report",
 ]  # fmt: skip

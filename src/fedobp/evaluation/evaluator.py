@@ -7,13 +7,16 @@ import torch
 from torch import Tensor
 
 from fedobp.data import Split
-from fedobp.engine import ClientPool, Engine, PersonalModels, PoolJob, Store, diverged
+from fedobp.engine import ClientPool, Engine, PersonalModels, PoolJob, diverged
 from fedobp.errors import FedobpError
 from fedobp.evaluation.metrics import Accuracy, ClientCounts, count, merge
 from fedobp.evaluation.new_clients import NewClients, evaluate_new_clients
-from fedobp.method import Method, RoundContext, Train
+from fedobp.evaluation.view import ServerView
+from fedobp.method import Method, Train
 from fedobp.models import Layout, Model
 from fedobp.records import Tensors
+
+Keep = Callable[[int, Tensor, Tensor], None]  # gets a client, its served model, and which entries are its own
 
 _CHUNK = {"cpu": 1 << 24, "cuda": 1 << 28}  # entries: how much of all clients' models is held at once
 
@@ -112,74 +115,49 @@ class Evaluator:
         if held_out and not any(held_out):
             raise FedobpError("no client that is held out has a sample to evaluate on: use more --holdout-clients")
 
-    def __call__(
-        self,
-        context: Callable[[Tensor], RoundContext],
-        server: Tensors,
-        records: Store,
-        hparams: Mapping[str, float],
-        *,
-        everything: bool,
-        keep: Callable[[int, Tensor, Tensor], None] | None = None,
-    ) -> Report:
+    def __call__(self, view: ServerView, *, everything: bool, keep: Keep | None = None) -> Report:
         """Evaluate; with `everything`, also the last local and the fine-tuned models, and clients that are held out.
 
         `keep` gets each served model.
         """
-        chunks = [context(chunk) for chunk in self._trainers.split(self._at_once)]
-        first, *more = (self.counts(ctx, server, records, hparams, everything, keep) for ctx in chunks)
+        chunks = self._trainers.split(self._at_once)
+        first, *more = (self.counts(view, chunk, everything, keep) for chunk in chunks)
         new_clients = None
         if everything and len(self._held_out):
+            held_out = self._held_out.split(self._at_once)
             new_clients = evaluate_new_clients(
-                self._method,
-                self._clients,
-                self._engine,
-                self._personalize,
-                self._held_out,
-                self._at_once,
-                context,
-                server,
-                records,
-                hparams,
+                self._method, self._clients, self._engine, self._personalize, held_out, view
             )
-        return report(chunks[0].round, sum(more, first), self._model.layout, new_clients)
+        return report(view.context(chunks[0]).round, sum(more, first), self._model.layout, new_clients)
 
-    def counts(
-        self,
-        ctx: RoundContext,
-        server: Tensors,
-        records: Store,
-        hparams: Mapping[str, float],
-        everything: bool,
-        keep: Callable[[int, Tensor, Tensor], None] | None = None,
-    ) -> Counts:
-        """Return what an evaluation counts on the clients of a cohort."""
-        method, engine, cohort = self._method, self._engine, ctx.cohort.tolist()
+    def counts(self, view: ServerView, cohort: Tensor, everything: bool, keep: Keep | None = None) -> Counts:
+        """Return what an evaluation counts on some clients."""
+        method, engine, ctx, ids = self._method, self._engine, view.context(cohort), cohort.tolist()
         found: dict[str, list[ClientCounts]] = {"served": [], "validation": [], "last": [], "finetuned": []}
 
         def add(name: str, theta: Tensor, scratch: Tensors | None = None, split: Split = "test") -> None:
             labels = engine.predict(job, theta, split, scratch)
             found[name] = [
                 count(predicted, self._targets[split][client], self._label_counts[client])
-                for client, predicted in zip(cohort, labels, strict=True)
+                for client, predicted in zip(ids, labels, strict=True)
             ]
 
-        download, _ = method.download(ctx, server, records.gather(cohort))
-        job = PoolJob(ctx, method.personalize(ctx), hparams, download, method.predict, clients=self._clients)
+        download, _ = method.download(ctx, view.server, view.records.gather(ids))
+        job = PoolJob(ctx, method.personalize(ctx), view.hparams, download, method.predict, clients=self._clients)
         served = self._personalize(job)
         add("served", served.theta, served.scratch)
         if self._validates:
             add("validation", served.theta, served.scratch, "val")
         if everything:
-            add("last", self._clients.last_models(ctx.cohort, server["theta"]))
+            add("last", self._clients.last_models(cohort, view.server["theta"]))
             if self._finetune_epochs:
                 tuned = self._personalize(replace(job, program=[*job.program, Train(self._finetune_epochs)]))
                 add("finetuned", tuned.theta, tuned.scratch)
         by_tensor = [part.sum(dim=1) for part in served.mine.split(list(self._model.layout.sizes), dim=1)]
         if keep:
-            for client, theta, mine in zip(cohort, served.theta, served.mine, strict=True):
+            for client, theta, mine in zip(ids, served.theta, served.mine, strict=True):
                 keep(client, theta, mine)
-        samples = int(self._label_counts[cohort].sum())
+        samples = int(self._label_counts[ids].sum())
         return Counts(found, torch.stack(by_tensor, dim=1).cpu(), served.processed, samples)
 
     def _personalize(self, job: PoolJob) -> PersonalModels:

@@ -1,15 +1,16 @@
 """Clients that are held out from training: how well a method does for a client that it has never seen."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fedobp.engine import ClientPool, Engine, PersonalModels, PoolJob, Store, diverged
+from fedobp.engine import ClientPool, Engine, PersonalModels, PoolJob, diverged
 from fedobp.evaluation.metrics import Accuracy, accuracy
-from fedobp.method import Method, RoundContext
-from fedobp.records import Tensors, take
+from fedobp.evaluation.view import ServerView
+from fedobp.method import CohortUpdate, Method
+from fedobp.records import take
 
 
 @dataclass(frozen=True)
@@ -26,26 +27,23 @@ def evaluate_new_clients(
     clients: ClientPool,
     engine: Engine,
     personalize: Callable[[PoolJob], PersonalModels],
-    held_out: Tensor,
-    at_once: int,
-    context: Callable[[Tensor], RoundContext],
-    server: Tensors,
-    records: Store,
-    hparams: Mapping[str, float],
+    held_out: Iterable[Tensor],
+    view: ServerView,
 ) -> NewClients:
-    """Test clients that are held out: as they are served at first, and again after each has trained once.
+    """Test chunks of held-out clients: as they are served at first, and again after each has trained once.
 
     The server keeps its record of such a client, as after any round, and nothing else of the upload.
     """
-    data = clients.data
+    data, server, hparams, tested = clients.data, view.server, view.hparams, list[int]()
     found: dict[str, list[Tensor]] = {"served": [], "visited": [], "last": []}
 
     def test(job: PoolJob) -> list[Tensor]:
         served = personalize(job)
         return engine.predict(job, served.theta, "test", served.scratch)
 
-    for chunk in held_out.split(at_once):
-        ctx, start = context(chunk), records.gather(chunk.tolist())
+    for chunk in held_out:
+        ctx, start = view.context(chunk), view.records.gather(chunk.tolist())
+        tested += chunk.tolist()
         download, sent = method.download(ctx, server, start)
         job = PoolJob(ctx, method.personalize(ctx), hparams, download, method.predict, clients=clients.untouched_copy())
         found["served"] += test(job)
@@ -58,7 +56,7 @@ def evaluate_new_clients(
                 replace(ctx, cohort=chunk[at]),
                 server,
                 take(sent, at),
-                update._replace(upload=take(update.upload, at), n=update.n[at]),
+                CohortUpdate(take(update.upload, at), update.n[at]),
             )[1]
             for at in (slice(at, at + 1) for at in range(len(chunk)))
         ]
@@ -66,6 +64,6 @@ def evaluate_new_clients(
         download, _ = method.download(ctx, server, after)
         found["visited"] += test(replace(job, download=download))
         found["last"] += engine.predict(job, job.clients.last_models(chunk, server["theta"]), "test")
-    targets = [data.targets(client, "test") for client in held_out.tolist()]
-    counts = [data.counts(client) for client in held_out.tolist()]
+    targets = [data.targets(client, "test") for client in tested]
+    counts = [data.counts(client) for client in tested]
     return NewClients(**{name: accuracy(labels, targets, counts) for name, labels in found.items()})

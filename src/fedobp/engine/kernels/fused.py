@@ -68,7 +68,7 @@ class Fused:
         self._to_kernel_order = order.to(device, torch.int32)
         self._to_flat_order = flat_order(order, self._size).to(device, torch.int32)
         self._cache: dict[tuple[StepConfig, int], _CachedSteps] = {}
-        self._scales: dict[int, tuple[FederatedData, Tensor]] = {}
+        self._scales: dict[FederatedData, Tensor] = {}
 
     @cached_property
     def lane_bytes(self) -> int:
@@ -221,15 +221,15 @@ class Fused:
 
     def _scale(self, data: FederatedData) -> Tensor:
         """Return (shift, scale), padded to four channels: an input is (x - shift) * scale."""
-        if id(data) not in self._scales:
+        if data not in self._scales:
             both = torch.zeros(2, 4, device=self._device)
             channels = data.mean.numel()
             both[0, :channels] = data.unit * data.mean.flatten()
             both[1, :channels] = 1 / (data.unit * data.std.flatten())
             if both.is_cuda:  # once: the next reader may be on another stream
                 torch.cuda.current_stream().synchronize()
-            self._scales[id(data)] = data, both
-        return self._scales[id(data)][1]
+            self._scales[data] = both
+        return self._scales[data]
 
     def _arrange(self, source: Tensor, target: Tensor, index: Tensor) -> None:
         """Copy vectors from one order of entries to the other, for as many lanes as both tensors have."""

@@ -1,0 +1,204 @@
+"""Sweeps: many configurations, as many as possible trained at once."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from traceback import walk_tb
+
+from fedobp.config import Config
+from fedobp.data import Dataset, data_dir, load
+from fedobp.engine import caught
+from fedobp.errors import FedobpError, described
+from fedobp.federation import Federation, folder_path, source_key
+from fedobp.launch import Progress, RunPlan, check_launches, group_launches, train_side_by_side
+from fedobp.method import Method
+from fedobp.resolution import check_names, resolve
+from fedobp.result import Result
+from fedobp.storage import claim
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that failed, and why, in one sentence."""
+
+    method: str
+    seed: int | None  # None: a method of which no run could be planned
+    error: str
+
+
+class SweepError(FedobpError):
+    """Some runs of a sweep failed; all others have finished.
+
+    `results` has None in the place of each run that failed, `failed` says what went wrong, run by run. The text has a
+    line for each cause.
+    """
+
+    def __init__(self, results: Sequence[Result | None], failed: Sequence[Failure]) -> None:
+        self.results, self.failed = list(results), list(failed)
+        super().__init__("\n".join(self._lines()))
+
+    def _lines(self) -> list[str]:
+        causes: dict[tuple[str, str], list[int | None]] = {}
+        for one in self.failed:
+            causes.setdefault((one.method, one.error), []).append(one.seed)
+        if not any(self.results) and len({error for _, error in causes}) == 1:
+            return [self.failed[0].error]  # what concerns every run is said once
+        return [f"{method}{_seeds(seeds)}: {error}" for (method, error), seeds in causes.items()]
+
+
+def _seeds(seeds: Sequence[int | None]) -> str:
+    numbers = [str(seed) for seed in seeds if seed is not None]
+    return f", seed{'s' * (len(numbers) > 1)} {', '.join(numbers)}" if numbers else ""
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """The runs of a sweep, resolved: which of them train side by side, and which cannot start."""
+
+    asked: Sequence[Config]
+    configs: Mapping[int, Config]  # by position in `asked`
+    methods: Mapping[int, Method]
+    launches: Sequence[Sequence[int]]
+    failures: Mapping[int, BaseException]
+    datasets: Mapping[tuple[object, ...], Dataset] = field(repr=False)
+
+    def failed(self) -> list[Failure]:
+        """Return the runs that cannot start."""
+        return _failed(self.asked, self.failures)
+
+    def bug(self) -> BaseException | None:
+        """Return the first failure that is no user error."""
+        return _first_bug(self.failures)
+
+    def without_failures(self) -> "SweepPlan":
+        """Return the plan of the runs that can start, counted anew."""
+        place = {run: at for at, run in enumerate(self.configs)}
+        configs = {place[run]: config for run, config in self.configs.items()}
+        methods = {place[run]: method for run, method in self.methods.items()}
+        launches = [[place[run] for run in launch] for launch in self.launches]
+        return SweepPlan(list(configs.values()), configs, methods, launches, {}, self.datasets)
+
+
+def plan_sweep(
+    configs: Iterable[Config], launches: Sequence[Sequence[int]] | None = None, dataset: Dataset | None = None
+) -> SweepPlan:
+    """Read the datasets of a sweep, each once, and resolve its runs; `dataset` is that of the first, if it is read.
+
+    `launches` says which runs share a launch, by their positions in `configs`; otherwise all do that can.
+    """
+    asked = list(configs)
+    datasets: dict[tuple[object, ...], Dataset | BaseException] = {}
+    if dataset is not None and asked:
+        datasets[source_key(asked[0])] = dataset
+    resolved: dict[int, Config] = {}
+    methods: dict[int, Method] = {}
+    failures: dict[int, BaseException] = {}
+
+    def attempt(config: Config) -> tuple[Config, Method]:
+        check_names(config)
+        if source_key(config) not in datasets:
+            datasets[source_key(config)] = caught(lambda: load(config.dataset, data_dir(config.data_dir)))
+        dataset = datasets[source_key(config)]
+        if isinstance(dataset, BaseException):
+            raise dataset
+        return resolve(config, dataset)
+
+    for run, config in enumerate(asked):
+        found = caught(partial(attempt, config))
+        if isinstance(found, BaseException):
+            failures[run] = found
+        else:
+            resolved[run], methods[run] = found
+    usable = {key: dataset for key, dataset in datasets.items() if not isinstance(dataset, BaseException)}
+    places, complete = list(resolved), list(resolved.values())
+    if launches is None:
+        groups = group_launches(complete, lambda config: usable[source_key(config)])
+        found_launches = [[places[run] for run in group] for group in groups]
+    else:
+        here = [[places.index(run) for run in launch if run in resolved] for launch in _whole(launches, len(asked))]
+        checked = check_launches([launch for launch in here if launch], complete)
+        found_launches = [[places[run] for run in launch] for launch in checked]
+    return SweepPlan(asked, resolved, methods, found_launches, failures, usable)
+
+
+def _whole(launches: Sequence[Sequence[int]], runs: int) -> Sequence[Sequence[int]]:
+    if sorted(run for launch in launches for run in launch) != list(range(runs)):
+        raise FedobpError(f"`launches` must name each of the {runs} runs once")
+    return launches
+
+
+def sweep(
+    configs: "Iterable[Config] | SweepPlan",
+    *,
+    out: Sequence[str | Path] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    keep_models: bool = True,
+    launches: Sequence[Sequence[int]] | None = None,
+) -> list[Result]:
+    """Run many configurations, as many as possible at once, and return their results in the same order.
+
+    Runs that share dataset, model, batch size and machine settings share a launch: their clients train side by side,
+    whatever their seeds, partitions, methods and numbers. With `out`, each run is written to a folder of its own.
+    Without `keep_models`, results hold the global model only, and not every client's. `launches` says which runs share
+    a launch, by their positions in `configs`. A run that fails does not end the others: when they have finished,
+    `SweepError` is raised, which holds their results.
+    """
+    plan = configs if isinstance(configs, SweepPlan) else plan_sweep(configs, launches)
+    folders = None if out is None else _folders(out, len(plan.asked))
+    results: list[Result | None] = [None] * len(plan.asked)
+    failures = dict(plan.failures)
+    federation: Federation | None = None
+    for launch in plan.launches:
+        plans: dict[int, RunPlan] = {}
+        for run in launch:
+            config, dataset = plan.configs[run], plan.datasets[source_key(plan.configs[run])]
+            made = caught(partial(Federation.resolved, dataset, config, plan.methods[run], federation))
+            if isinstance(made, BaseException):
+                failures[run] = made
+            else:
+                federation = made
+                plans[run] = made.plan(config, plan.methods[run], folders[run] if folders else None)
+
+        def report(at: Progress, runs: Sequence[int] = tuple(plans)) -> None:
+            if progress:
+                progress(replace(at, run=runs[at.run]))
+
+        for run, result in zip(plans, train_side_by_side(list(plans.values()), report, keep_models), strict=True):
+            if isinstance(result, BaseException):
+                failures[run] = result
+            else:
+                # Whole personal models of every run would fill the memory.
+                results[run] = result if keep_models else replace(result, models=result.models.without_clients())
+    if failures:
+        raise SweepError(results, _failed(plan.asked, failures)) from _first_bug(failures)
+    return [result for result in results if result is not None]
+
+
+def _failed(configs: Sequence[Config], failures: Mapping[int, BaseException]) -> list[Failure]:
+    """Return failures, in the order of the runs."""
+    return [
+        Failure(configs[run].method, configs[run].seed, _sentence(error)) for run, error in sorted(failures.items())
+    ]
+
+
+def _first_bug(failures: Mapping[int, BaseException]) -> BaseException | None:
+    return next((error for error in failures.values() if not isinstance(error, FedobpError)), None)
+
+
+def _sentence(error: BaseException) -> str:
+    """Return what to say about a run's end; a bug of the library is named by its place."""
+    if isinstance(error, FedobpError):
+        return str(error)
+    *_, (frame, line) = walk_tb(error.__traceback__)
+    return f"{described(error)} ({frame.f_code.co_filename}:{line})"
+
+
+def _folders(out: Sequence[str | Path], runs: int) -> list[Path]:
+    """Return the folders of a sweep's runs, each of its own and free, or say what is wrong with them."""
+    if isinstance(out, str | Path) or len(out) != runs:
+        raise FedobpError(f"`out` must name a folder for each of the {runs} runs")
+    folders = [folder_path(one) for one in out]
+    if len(set(folders)) < runs:
+        raise FedobpError("`out` names a folder twice: give each run one of its own")
+    return [claim(folder) for folder in folders]
