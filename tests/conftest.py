@@ -2,6 +2,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -27,11 +28,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from children import children
+from cli.cases import write_npz
 from lanes_cases import NETWORKS, shards
 from relay import Relay
 
 from fedobp import cli
 from fedobp.algorithms import METHODS
+from fedobp.data import datasets
 from fedobp.models import NETS
 
 
@@ -110,3 +113,19 @@ def wards(tmp_path, monkeypatch):
 def relay(monkeypatch):
     """Register the method `relay`."""
     monkeypatch.setitem(METHODS, "relay", Relay)
+
+
+@pytest.fixture
+def read_files(tmp_path, monkeypatch):
+    """The dataset `mine`; the names of the dataset files that were read, in order."""
+    (tmp_path / "data").mkdir()
+    monkeypatch.setenv("FEDOBP_DATA", str(tmp_path / "data"))
+    write_npz(tmp_path / "data" / "mine.npz", n=120)
+    found, read = [], datasets.read_npz
+
+    def counted(path, *arguments, **more):
+        found.append(Path(path).name)
+        return read(path, *arguments, **more)
+
+    monkeypatch.setattr(datasets, "read_npz", counted)
+    return found

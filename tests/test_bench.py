@@ -1,4 +1,4 @@
-"""`fedobp bench`: what it counts is right, what it reckons follows from what it measured. No time is asserted."""
+"""`fedobp bench`: its counts are right, and its estimates follow from what it measured. No time is asserted."""
 
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -6,16 +6,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from resolved import resolved
 from rich.console import Console
 
 from fedobp import Config, Federation, FedobpError, Model
-from fedobp import bench as room
-from fedobp.bench import Bench, Speed, Trial, bench, noise, peak, stand_in, step_flops, steps_by_round, train
+from fedobp import bench as bench_module
+from fedobp.bench import Bench, Speed, bench, noise, peak, stand_in, step_flops, steps_by_round, train
 from fedobp.data import FederatedData, partition
 from fedobp.engine import Budget
 from fedobp.engine.batch_order import batches
 from fedobp.keys import fold
-from fedobp.launch import engine_for
+from fedobp.launch import engine_for, simulate
 from fedobp.report.tables import bench_table
 from fedobp.sampling import cohorts
 
@@ -32,13 +33,13 @@ TINY = {"dataset": "digits", "clients": 6, "participation": 0.5, "model": "mlp",
     ],
 )  # fmt: skip
 def test_a_steps_operations_by_hand(name, shape, by_hand):
-    config = Config(**TINY | {"batch_size": 8})
+    config = resolved(**TINY | {"batch_size": 8})
     assert step_flops(config, Model(name, shape, 10)) == 8 * by_hand
 
 
 @pytest.mark.parametrize("more", [{}, {"batch_size": 7, "epochs": 2, "seed": 3}, {"sampling": "published"}])
 def test_the_steps_of_every_round_by_brute_force(more):
-    config = Config(**TINY | more)
+    config = resolved(**TINY | more)
     data = Federation(config).data
     expected = [
         sum(
@@ -54,21 +55,17 @@ def test_the_steps_of_every_round_by_brute_force(more):
 
 @pytest.mark.parametrize("name", ["serial", "lanes"])
 def test_rounds_are_those_of_a_real_run(name):
-    config = Config(**TINY | {"rounds": 3, "engine": name, "save_models": "none"})
-    federation = Federation(config)
-    trial, engine = (
-        Trial(config, federation.model, federation.data, Budget()),
-        engine_for(replace(config, engine=name), federation.model),
-    )
-    moments = [[trial.moment(at, cohort, config.epochs)] for at, cohort in enumerate(cohorts(config), start=1)]
-    train(engine, [trial], moments)
+    federation = Federation(Config(**TINY | {"rounds": 3, "engine": name, "save_models": "none"}))
+    config, engine = federation.config, engine_for(federation.config, federation.model)
+    simulation = simulate(federation.plan(config, federation.method), engine, Budget())
+    train(engine, [simulation], [simulation.run.plan(round) for round in (1, 2, 3)])
     assert engine.counters.steps == sum(steps_by_round(config, federation.data))
     real = federation.model.layout.flatten(federation.run().state_dict())
-    assert torch.equal(trial.server["theta"], real)
+    assert torch.equal(simulation.run.server["theta"], real)
 
 
 def check(found):
-    """Every reckoned number follows from measured ones."""
+    """Every estimate follows from what was measured."""
     serial, lanes = found.engines
     assert (serial.engine, lanes.engine) == ("serial", "lanes")
     assert (serial.occupancy, serial.speedup) == (1.0, 1.0)
@@ -85,47 +82,47 @@ def check(found):
 
 
 def test_numbers_agree_with_each_other():
-    config = Config(**TINY | {"batch_size": 16})
-    told = []
-    found = bench(config, seconds=1, progress=lambda what, share: told.append((what, share)))
+    config = resolved(**TINY | {"batch_size": 16})
+    parts = []
+    found = bench(config, seconds=1, progress=lambda what, share: parts.append((what, share)))
     check(found)
     assert found.steps_per_round == pytest.approx(np.mean(steps_by_round(config, Federation(config).data)))
     assert (found.runs, found.rounds, found.evaluations, found.cohort) == (1, 7, 7, 3)
     assert (found.random_data, found.samples, found.parameters) == (False, 1797, 9610)
-    assert {"data", "matrix product", "serial", "lanes"} <= {what for what, _ in told}
-    assert [share for _, share in told] == sorted(share for _, share in told)
-    assert all(0 <= share <= 1 for _, share in told)
+    assert {"data", "matrix product", "serial", "lanes"} <= {what for what, _ in parts}
+    assert [share for _, share in parts] == sorted(share for _, share in parts)
+    assert all(0 <= share <= 1 for _, share in parts)
 
 
 @pytest.fixture
 def fake_time(monkeypatch):
     """Let an epoch of a run take a second; return what was trained: (engine, runs, rounds, epochs)."""
-    now, seen, real = [0.0], [], room.train
+    now, seen, real = [0.0], [], bench_module.train
 
     def tick():
         now[0] += 1e-6
         return now[0]
 
-    def slow(engine, trials, rounds):
-        real(engine, trials, rounds)
-        epochs = rounds[0][0].epochs
-        seen.append((type(engine).__name__, len(trials), [moments[0].round for moments in rounds], epochs))
-        now[0] += len(trials) * len(rounds) * epochs
-        return float(len(trials) * len(rounds) * epochs)
+    def slow(engine, simulations, rounds):
+        real(engine, simulations, rounds)
+        epochs = rounds[0][0].ctx.epochs
+        seen.append((type(engine).__name__, len(simulations), [jobs[0].ctx.round for jobs in rounds], epochs))
+        now[0] += len(simulations) * len(rounds) * epochs
+        return float(len(simulations) * len(rounds) * epochs)
 
-    monkeypatch.setattr(room, "time", SimpleNamespace(perf_counter=tick))
-    monkeypatch.setattr(room, "peak", lambda device, precision, seconds: 1e9)
-    monkeypatch.setattr(room, "train", slow)
+    monkeypatch.setattr(bench_module, "time", SimpleNamespace(perf_counter=tick))
+    monkeypatch.setattr(bench_module, "peak", lambda device, precision, seconds: 1e9)
+    monkeypatch.setattr(bench_module, "train", slow)
     return seen
 
 
 def test_the_most_typical_rounds_are_measured_by_both_engines(fake_time):
-    config = Config(**TINY)
+    config = resolved(**TINY)
     found = bench(config, seconds=62)
     check(found)
     steps = steps_by_round(config, Federation(config).data)
     nearest = sorted(range(7), key=lambda round: abs(steps[round] - np.mean(steps)))
-    # Of 62 s, 27.9 end the lanes: 1 for waking up, 1 for one epoch as a trial, and 5 for a round.
+    # Of 62 s, 27.9 end the lanes: 1 for the warm-up, 1 for one epoch as a trial, and 5 for a round.
     rounds = {name: [at[0] - 1 for engine, _, at, epochs in fake_time if (engine, epochs) == (name, 5)]
               for name in ("Lanes", "Serial")}  # fmt: skip
     assert rounds["Lanes"] == nearest[:5]
@@ -133,9 +130,9 @@ def test_the_most_typical_rounds_are_measured_by_both_engines(fake_time):
     assert [speed.rounds for speed in found.engines] == [5, 5]
 
 
-def test_the_peak_is_the_best_of_several_moments(monkeypatch, fake_time):
+def test_the_peak_is_the_best_of_several_measurements(monkeypatch, fake_time):
     rates = iter([1e9, 3e9])
-    monkeypatch.setattr(room, "peak", lambda device, precision, seconds: next(rates))
+    monkeypatch.setattr(bench_module, "peak", lambda device, precision, seconds: next(rates))
     found = bench(Config(**TINY), seconds=12)
     assert found.peak_flops_per_second == 3e9
     check(found)
@@ -158,7 +155,7 @@ def test_where_an_epoch_is_too_long_it_is_all_that_is_measured(fake_time):
 
 
 def test_runs_train_side_by_side_and_times_are_one_runs_share(fake_time):
-    config = Config(**TINY)
+    config = resolved(**TINY)
     found = bench(config, runs=3, seconds=80)
     check(found)
     # All three in the lanes, as many as the time allows one after the other: a whole round of three takes 15 s.
@@ -177,18 +174,18 @@ def test_runs_train_side_by_side_and_times_are_one_runs_share(fake_time):
 def test_evaluation_of_some_clients_is_scaled_to_all(fake_time, monkeypatch):
     asked = []
 
-    def evaluate(self, engine):
-        asked.append(self.data.clients)
-        return 2.0 * sum(self.data.size(client, "test") for client in range(self.data.clients))
+    def evaluate(engine, config, method, model, data):
+        asked.append(data.clients)
+        return 2.0 * sum(data.size(client, "test") for client in range(data.clients))
 
-    monkeypatch.setattr(Trial, "evaluate", evaluate)
+    monkeypatch.setattr(bench_module, "evaluate", evaluate)
     data = Federation(Config(**TINY)).data
     tested = sum(data.size(client, "test") for client in range(6))
-    for seconds, everyone in ((1, False), (60, True)):
+    for seconds, all_clients in ((1, False), (60, True)):
         asked.clear()
         found = bench(Config(**TINY | {"rounds": 1}), seconds=seconds)
         assert [speed.seconds_per_evaluation for speed in found.engines] == [pytest.approx(2.0 * tested)] * 2
-        assert (set(asked) == {6}) is everyone
+        assert (set(asked) == {6}) is all_clients
 
 
 def test_noise_has_the_shape_and_the_partition_of_the_real_set(monkeypatch, tmp_path):
@@ -295,8 +292,8 @@ main()
     assert (found["dataset"], found["random_data"], found["samples"]) == ("mnist", True, 70_000)
 
 
-def test_a_batch_larger_than_any_client_is_reckoned_as_the_largest_clients():
-    config = Config(**TINY | {"batch_size": 100_000})
+def test_a_batch_larger_than_any_client_is_estimated_as_the_largest_clients():
+    config = resolved(**TINY | {"batch_size": 100_000})
     federation = Federation(config)
     largest = max(federation.data.size(client, "train") for client in range(config.clients))
     found = bench(config, seconds=1)

@@ -7,7 +7,7 @@ import torch
 from lanes_cases import vector
 from resolved import resolved
 
-from fedobp import Config, Federation, FedobpError, federation, sweep
+from fedobp import Config, Federation, FedobpError, sweep, sweeps
 
 TINY = {"clients": 6, "rounds": 4, "participation": 0.5, "epochs": 1, "model": "mlp", "precision": "fp64"}
 MLP_SIZE = 64 * 128 + 128 + 128 * 10 + 10
@@ -15,13 +15,13 @@ MLP_SIZE = 64 * 128 + 128 + 128 * 10 + 10
 
 @pytest.mark.parametrize(("runs_at_once", "launches"), [(2, [2, 2, 1]), (0.5, [1, 1, 1, 1, 1]), (9, [5])])
 def test_a_sweep_takes_as_many_runs_at_once_as_their_clients_state_fits(monkeypatch, runs_at_once, launches):
-    launched, train_side_by_side = [], federation.train_side_by_side
+    launched, train_side_by_side = [], sweeps.train_side_by_side
 
     def watched(plans, *rest):
         launched.append(len(plans))
         return train_side_by_side(plans, *rest)
 
-    monkeypatch.setattr(federation, "train_side_by_side", watched)
+    monkeypatch.setattr(sweeps, "train_side_by_side", watched)
     state = 3 * 8 * MLP_SIZE * 6  # three vectors of float64 for each of 6 clients
     memory = runs_at_once * state / 2**30
     configs = [Config(**{**TINY, "rounds": 1, "seed": seed, "store_memory": memory}) for seed in range(5)]

@@ -38,9 +38,9 @@ class Evaluation:
     def __init__(self):
         self.asked = []
 
-    def __call__(self, context, server, records, hparams, *, everything, keep=None):
-        ctx = context(torch.tensor([1]))
-        self.asked.append((ctx.round, ctx.cohort.tolist(), server["theta"], everything, keep is not None))
+    def __call__(self, view, *, everything, keep=None):
+        ctx = view.context(torch.tensor([1]))
+        self.asked.append((ctx.round, ctx.cohort.tolist(), view.server["theta"], everything, keep is not None))
         accuracy = Accuracy(10.0 * ctx.round, 1.0, 2.0, 3.0, 4.0, 5.0)
         return Report(ctx.round, accuracy, None, accuracy, None, Personal(0.0, 0, 0, 0.0), {}, 0.0)
 

@@ -10,7 +10,7 @@ from fedobp import Config, Federation, FedobpError
 from fedobp.algorithms import METHODS
 from fedobp.data import FederatedData, data_dir, load, partition
 from fedobp.engine import Budget, ClientPool, Lanes, PoolJob, Serial, Store
-from fedobp.evaluation import Evaluator, report
+from fedobp.evaluation import Evaluator, ServerView, report
 from fedobp.method import RoundContext
 from fedobp.models import Model
 
@@ -51,14 +51,14 @@ class Small:
         self.server, records = self.method.aggregate(ctx, self.server, records, update)
         self.records.scatter(cohort, records)
 
+    def view(self):
+        return ServerView(partial(self.context, 2), self.server, self.records, self.hparams)
+
     def evaluate(self, everything=True, keep=None, evaluator=None):
-        given = partial(self.context, 2), self.server, self.records, self.hparams
-        return (evaluator or self.evaluator)(*given, everything=everything, keep=keep)
+        return (evaluator or self.evaluator)(self.view(), everything=everything, keep=keep)
 
     def counts(self, *clients):
-        return self.evaluator.counts(
-            self.context(2, torch.tensor(clients)), self.server, self.records, self.hparams, everything=True
-        )
+        return self.evaluator.counts(self.view(), torch.tensor(clients), everything=True)
 
     def last_models(self):
         return self.clients.last_models(torch.arange(CLIENTS), self.server["theta"])
