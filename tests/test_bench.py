@@ -1,23 +1,21 @@
 """`fedobp bench`: its counts are right, and its estimates follow from what it measured. No time is asserted."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from resolved import resolved
-from rich.console import Console
 
 from fedobp import Config, Federation, FedobpError, Model
 from fedobp import bench as bench_module
-from fedobp.bench import Bench, Speed, bench, noise, peak, stand_in, step_flops, steps_by_round, train
+from fedobp.bench import bench, noise, peak, stand_in, step_flops, steps_by_round, train
 from fedobp.data import FederatedData, partition
 from fedobp.engine import Budget
 from fedobp.engine.batch_order import batches
 from fedobp.keys import fold
 from fedobp.launch import engine_for, simulate
-from fedobp.report.tables import bench_table
 from fedobp.sampling import cohorts
 
 TINY = {"dataset": "digits", "clients": 6, "participation": 0.5, "model": "mlp", "rounds": 7, "device": "cpu"}
@@ -220,76 +218,6 @@ def test_the_peak_is_a_rate_and_leaves_the_generators_alone(precision):
 def test_what_cannot_be_measured_is_refused(wrong):
     with pytest.raises(FedobpError, match=f"--{next(iter(wrong))} must be between 1 and"):
         bench(Config(**TINY), **wrong)
-
-
-ARGUMENTS = ("bench", "--dataset", "digits", "--model", "mlp", "--clients", 5, "--seconds", 1)
-
-
-def test_the_table_is_read_without_a_terminal(command):
-    said = command(*ARGUMENTS, "--participation", 1, "--alpha", 0.5, "--batch-size", 16, "--precision", "fp64")
-    assert (said.code, said.err) == (0, "")
-    for word in ("serial", "lanes", "full", "FLOP/s", "of peak", "60 rounds", "Dirichlet(0.5)", "fp64", "5 a round"):
-        assert word in said.out
-    assert "Random images" not in said.out
-    assert "fedobp bench --" in command("bench", "--help").out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--seconds", "0"], "--seconds must be between 1 and 3600"),
-        (["--seconds", "soon"], "not a valid float"),
-        (["--runs", "0"], "--runs must be between"),
-        (["--dataset", "mnst"], "did you mean 'mnist'"),
-        (["--model", "mpl"], "did you mean 'mlp'"),
-        (["--clients", "0"], "--clients must be at least 1"),
-        (["--clients", "50000"], "use fewer --clients"),
-        (["--participation", "2"], "--participation must be at most 1"),
-        (["--batch-size", "1"], "--batch-size must be at least 2"),
-        (["--precision", "tf32", "--device", "cpu"], "use --precision fp32"),
-        (["--dataset", "digits", "--model", "cnn"], "at least 16x16"),
-    ],
-)
-def test_bad_flags_are_one_sentence_and_exit_code_2(command, arguments, sentence):
-    said = command("bench", *arguments)
-    assert (said.code, said.out) == (2, "")
-    assert said.err.startswith("error: ")
-    assert said.err.count("\n") == 1
-    assert sentence in said.err
-
-
-def test_a_fast_device_is_shown_in_larger_units():
-    rows = tuple(
-        Speed(name, 12.0, rate, 0.97, rate * 1e9, 0.5, 3e3 / rate, rate / 1e3, 0.1, hours * 3600.0)
-        for name, rate, hours in (("serial", 1e3, 2.5), ("lanes", 2e4, 0.01))
-    )
-    found = Bench(
-        "NVIDIA H200", 8, "tf32", "cifar10", True, 60_000, "cnn", 878_538, 100, 10, "iid", 0.1, 32, 5, 8, 400, 20,
-        713.2, 1.4e9, 4e13, rows, 31.0,
-    )  # fmt: skip
-    console = Console(width=120, color_system=None)
-    with console.capture() as shown:
-        console.print(bench_table(asdict(found)))
-    for word in ("TFLOP/s", "20.00x", "2 h 30 min", "36.0 s", "NVIDIA H200, tf32", "40.0 TFLOP/s", "97%", "IID",
-                 "one run's share of 8", "Random images in the shape of cifar10"):  # fmt: skip
-        assert word in " ".join(shown.get().split())
-
-
-def test_json_has_exactly_the_documented_keys_and_needs_nothing_but_torch_numpy_typer_and_rich(ran, tmp_path):
-    code = """
-import sys
-sys.modules.update(dict.fromkeys(("sklearn", "scipy", "pooch", "matplotlib", "safetensors")))  # as if not there
-from fedobp.cli import main
-sys.argv = "fedobp bench --dataset mnist --model mlp --data-dir none --seconds 1 --epochs 1 --runs 2 --json".split()
-main()
-"""
-    said = ran("-c", code, cwd=tmp_path)
-    assert (said.code, said.err, said.out.count("\n")) == (0, "", 1)
-    found = said.json
-    assert set(found) == set(Bench.__dataclass_fields__)
-    assert [set(row) for row in found["engines"]] == [set(Speed.__dataclass_fields__)] * 2
-    assert (found["runs"], found["epochs"], found["batch_size"]) == (2, 1, 32)
-    assert (found["dataset"], found["random_data"], found["samples"]) == ("mnist", True, 70_000)
 
 
 def test_a_batch_larger_than_any_client_is_estimated_as_the_largest_clients():
