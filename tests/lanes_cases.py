@@ -1,4 +1,4 @@
-"""Ragged clients, networks and programs on which every engine must agree: for the CPU's tests and the GPU's."""
+"""Clients of unequal size, networks and programs on which all engines must agree: for tests on the CPU and on CUDA."""
 
 import itertools
 import json
@@ -14,12 +14,12 @@ from torch.func import grad
 from torch.nn import functional
 
 from fedobp.data import Dataset, FederatedData, Shard
-from fedobp.engine import Budget, ClientPool, PoolJob
+from fedobp.engine import Budget, ClientPool, Lanes, PoolJob, Serial
 from fedobp.method import RoundContext, Sparse, Sweep, Train
 from fedobp.models import Model
 
 BATCH, CLASSES = 4, 3
-# Training samples: a last batch of 3; of one, which is skipped; nobody; one sample; a last batch of 2; two full ones.
+# Training samples: a last batch of 3; of one, which is skipped; none; one sample; a last batch of 2; two full batches.
 TRAIN, VAL, TEST = (11, 9, 0, 1, 6, 8), (2, 0, 1, 0, 3, 1), (3, 2, 1, 0, 9, 0)
 CLIENTS = len(TRAIN)
 
@@ -28,7 +28,7 @@ CLIENTS = len(TRAIN)
 
 
 class Residual(nn.Module):
-    """No plain sequence: a skip connection, a norm, and a parameter of its own."""
+    """Not a plain sequence: a skip connection, a norm, and a parameter outside the layers."""
 
     def __init__(self, channels, classes):
         super().__init__()
@@ -141,15 +141,15 @@ NETWORKS = {
 
 
 def shards(seed=0):
-    """Return ragged shards; with another seed, other clients have the sizes and other samples are whose."""
+    """Return shards of unequal size; another seed reverses the sizes and draws other samples."""
     generator = np.random.RandomState(seed)
     order, sizes = generator.permutation(sum(TRAIN + VAL + TEST)), list(zip(TRAIN, VAL, TEST, strict=True))
-    dealt, start = [], 0
+    assigned, start = [], 0
     for lengths in sizes if seed == 0 else sizes[::-1]:
         ends = np.cumsum((start, *lengths))
-        dealt.append(Shard(*(order[a:b] for a, b in itertools.pairwise(ends))))
+        assigned.append(Shard(*(order[a:b] for a, b in itertools.pairwise(ends))))
         start = ends[-1]
-    return dealt
+    return assigned
 
 
 def dataset(shape=(8, 8)):
@@ -166,8 +166,8 @@ def federated(device="cpu", dtype=torch.float64, seed=0):
 # Programs.
 
 
-def begin(model, client):
-    """Start from the download and what is remembered; every client has masks, anchors and drifts of its own."""
+def set_up(model, client):
+    """Start from the download and the state; masks, anchors and drifts differ between clients."""
     theta = client.download["theta"] + 0.1 * client.state["theta"]
     return client.set(
         theta=theta,
@@ -179,7 +179,8 @@ def begin(model, client):
     )
 
 
-def end(model, client):
+def finish(model, client):
+    """Keep and upload the model, and upload the entries that were not sent."""
     kept = client.download["part"].keep
     sent = {"theta": client.theta, "other": client.scratch["other"], "scale": client.scratch["scale"]}
     client = client.remember(theta=client.theta, visits=client.state["visits"] + 1)
@@ -191,7 +192,7 @@ def halve(model, client):
 
 
 def scaled_loss(model, client, batch):
-    """Look at everything that a client has."""
+    """A loss that reads state, download, scratch and hparams."""
     logits = model.logits(client.theta, batch.x) * client.scratch["scale"]
     near = client.download["part"].fill(client.state["theta"]) - client.theta
     return (
@@ -202,14 +203,14 @@ def scaled_loss(model, client, batch):
 
 
 def mixed_loss(model, client, batch):
-    """Two models in one, and how they are mixed."""
+    """The loss of a mixture of two models with a learned weight."""
     share = client.scratch["scale"].mean().sigmoid()
     mixed = share * client.theta + (1 - share) * client.scratch["other"]
     return batch.mean(functional.cross_entropy(model.logits(mixed, batch.x), batch.y, reduction="none"))
 
 
 def fit_scale(model, client, batch):
-    """Learn what scales the logits, with a rule of its own: draws, steps and epochs count."""
+    """Learn a scale of the logits with another update rule, which depends on the key, the step and the epoch."""
 
     def loss(scale):
         logits = model.logits(client.theta, batch.x) * scale
@@ -222,12 +223,12 @@ def fit_scale(model, client, batch):
 
 
 def go_on(model, client):
-    """Some clients stop sooner than others."""
+    """Continue for a number of epochs that differs between clients."""
     return client.scratch["scale"].sum() * 1e4 % 3 > 1
 
 
 def use_scale(model, client):
-    """Let what follows depend on the sweep, and on how many batches it had."""
+    """Make the model depend on the sweep, and on its number of batches."""
     return client.set(theta=client.theta * client.scratch["scale"].mean() + client.data["steps"] * 1e-3)
 
 
@@ -255,8 +256,8 @@ PHASES: dict[str, list[Any]] = {
     "a sweep": [Sweep(fit_scale, 2), use_scale],
     "a sweep of a part": [Sweep(fit_scale, 3, fraction=0.6, smallest=2), use_scale, Train(1)],
     "a sweep of all at once": [Sweep(fit_scale, 2, whole=True), use_scale],
-    "a sweep while it pays": [Sweep(fit_scale, 9, go_on), use_scale],
-    "a sweep that never begins": [Sweep(fit_scale, 0), use_scale, Train(1)],
+    "a sweep with a stopping rule": [Sweep(fit_scale, 9, go_on), use_scale],
+    "a sweep of no epochs": [Sweep(fit_scale, 0), use_scale, Train(1)],
 }
 
 
@@ -267,21 +268,21 @@ def uses_logits(items):
 
 @dataclass(frozen=True)
 class Plan:
-    """One run: what its clients do, with which numbers, on whose data."""
+    """One run: its program, numbers, cohort, seed and partition."""
 
     phases: str = "plain"
     hparams: dict[str, float] = field(default_factory=dict)
     cohort: tuple[int, ...] = tuple(range(CLIENTS))
     seed: int = 5
-    deal: int = 0  # the partition
-    epochs: int | None = None  # of every phase, where given
+    partition: int = 0
+    epochs: int | None = None  # of every phase; None: those of the program
 
     def program(self):
-        def timed(item):
-            known = isinstance(item, Train | Sweep) and self.epochs is not None
-            return replace(item, epochs=self.epochs) if known else item
+        def with_epochs(item):
+            changed = isinstance(item, Train | Sweep) and self.epochs is not None
+            return replace(item, epochs=self.epochs) if changed else item
 
-        return [begin, *map(timed, PHASES[self.phases]), end]
+        return [set_up, *map(with_epochs, PHASES[self.phases]), finish]
 
     def numbers(self):
         return {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "mu": 0.3, "slow": 0.04, **self.hparams}
@@ -295,42 +296,68 @@ CHANGES = (
     {"cohort": (4, 0, 2), "epochs": 2},
     {"cohort": (3,), "epochs": 3},
     {"cohort": (5, 4, 3, 2, 1, 0), "epochs": 1},
-)  # of rounds: more and fewer clients and steps
+)  # of a plan, round by round: more and fewer clients and steps
 
 
-def played(engine, model, plans, *, device="cpu", dtype=torch.float64, rounds=({}, {})):
-    """Play rounds of all plans side by side, each with its changes; return all that can be seen of each afterwards."""
-    first = federated(device, dtype)
-    dealt = {0: first, 1: first.repartitioned(dataset(), shards(1))}
+ONE_ROUND = ({},)
+MIXED = [
+    Plan(),
+    Plan(hparams={"lr": 0.02}, seed=6),
+    Plan(hparams=FAST, partition=1, cohort=(5, 0, 3)),
+    Plan(cohort=(4,), epochs=3),
+    Plan("mask", {"lr": 0.3}, cohort=(1,), epochs=3),
+    Plan("everything", FAST),
+    Plan("everything", {"mu": 0.9}, seed=8, cohort=(4, 1), partition=1, epochs=1),
+    Plan("two phases", epochs=1),
+    Plan("no epochs"),
+    Plan("plain, then loss", {"momentum": 0.5}, partition=1),
+    Plan("rate", {"slow": 0.2, "weight_decay": 0.2}),
+    Plan("mask in the base", cohort=(3, 2)),
+]  # runs side by side, some of which train together
+
+
+def make_pool(model, device="cpu", dtype=torch.float64, seed=5, data=None):
+    """Return clients whose state is a model and a count of visits."""
     theta = model.initial(3).to(device, dtype)
-    own = {"theta": theta.flip(0), "visits": torch.zeros((), dtype=torch.int64, device=device)}
-    clients = [ClientPool(dealt[plan.deal], own, theta, plan.seed, Budget()) for plan in plans]
-    answers = []
-    for round, change in enumerate(rounds, start=1):
-        ctx = [replace(plan, **change) for plan in plans]
-        answers = engine.train([task(plan, one, theta, round) for plan, one in zip(ctx, clients, strict=True)])
-    everyone = range(CLIENTS)
-    return [
-        {
-            **{f"up {name}": value for name, value in answer.upload.items()},
-            **{f"own {name}": value for name, value in one.state.gather(everyone).items()},
-            "last": engine.last(task(Plan(), one, theta), torch.full_like(theta, 7.0)),
-            **{"loss": answer.loss, "n": answer.n, "finite": answer.finite, "seen": torch.tensor(answer.processed)},
-        }
-        for answer, one in zip(answers, clients, strict=True)
-    ]
+    state = {"theta": theta.flip(0), "visits": torch.zeros((), dtype=torch.int64, device=device)}
+    return ClientPool(data or federated(device, dtype), state, theta, seed, Budget())
 
 
-def task(plan, clients, theta, round=1):
-    ctx = RoundContext(None, round, 3, CLIENTS, 1, torch.tensor(plan.cohort))
+def make_job(plan, clients, theta, round=1):
+    """Return the job of one round: a scaled model for each client, and a part of the model."""
+    ctx = RoundContext(None, round, 3, CLIENTS, 1, torch.tensor(plan.cohort))  # no program here needs its model
     steps = torch.arange(len(plan.cohort), device=theta.device)[:, None]
     keep = torch.arange(len(theta), device=theta.device) % (steps + 2) != 0
     download = {"theta": theta * (1 + steps / 10), "part": Sparse(theta.expand(len(steps), -1), keep)}
     return PoolJob(ctx, plan.program(), plan.numbers(), download, clients=clients)
 
 
+def run_rounds(engine, model, plans, *, device="cpu", dtype=torch.float64, rounds=({}, {})):
+    """Run rounds of all plans side by side, each with its changes; return updates and client state of each plan."""
+    first = federated(device, dtype)
+    data = [first, first.repartitioned(dataset(), shards(1))]
+    theta = model.initial(3).to(device, dtype)
+    pools = [make_pool(model, device, dtype, plan.seed, data[plan.partition]) for plan in plans]
+    updates = []
+    for round, change in enumerate(rounds, start=1):
+        changed = [replace(plan, **change) for plan in plans]
+        updates = engine.train([make_job(plan, pool, theta, round) for plan, pool in zip(changed, pools, strict=True)])
+    return [
+        {
+            **{f"upload {name}": value for name, value in update.upload.items()},
+            **{f"state {name}": value for name, value in pool.state.gather(range(CLIENTS)).items()},
+            "last": pool.last_models(torch.arange(CLIENTS), torch.full_like(theta, 7.0)),
+            "loss": update.loss,
+            "n": update.n,
+            "finite": update.finite,
+            "processed": torch.tensor(update.processed),
+        }
+        for update, pool in zip(updates, pools, strict=True)
+    ]
+
+
 def agree(found, expected, atol=1e-9):
-    """Compare what several runs gave, name by name; NaN is where NaN is expected."""
+    """Compare the results of several runs, name by name; NaN equals NaN."""
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.keys() == theirs.keys()
@@ -350,7 +377,14 @@ def agree(found, expected, atol=1e-9):
             )
 
 
-def made(name, shape=(1, 8, 8)):
+def compare(model, plans, engine=None, device="cpu", **options):
+    """Compare the lanes engine with the serial engine on the CPU, its oracle; return the lanes engine's results."""
+    found = run_rounds(engine or Lanes(model, BATCH), model, plans, device=device, **options)
+    agree(found, run_rounds(Serial(model, BATCH), model, plans, **options))
+    return found
+
+
+def make_model(name, shape=(1, 8, 8)):
     return Model(name, shape, CLASSES)
 
 
@@ -370,7 +404,7 @@ def metrics(folder):
 
 
 def same(ours, theirs, atol=1e-9):
-    """Compare two results: models to a tolerance, and all that is counted exactly."""
+    """Compare two results: models to a tolerance, and all counts exactly."""
     torch.testing.assert_close(vectors(ours), vectors(theirs), rtol=0, atol=atol)
     for name in ("accuracy", "last", "finetuned", "validation", "history", "personal", "bytes", "compute", "protocol"):
         assert getattr(ours, name) == getattr(theirs, name), name

@@ -1,7 +1,6 @@
-"""Four clients, a serial engine, and training written out: shared by the engine's tests."""
+"""Four clients on a serial engine, and SGD written out as a plain loop."""
 
 import numpy as np
-import pytest
 import torch
 from torch.nn import functional
 
@@ -29,66 +28,62 @@ def make_data():
     return FederatedData(Dataset("mine", x, y, (0, 1, 2), 0), shards, torch.device("cpu"), torch.float64)
 
 
-ENGINES = pytest.mark.parametrize("engine", ["serial", "lanes"])
 DATA = make_data()
 MODEL = Model("mlp", (6,), 3)
 THETA = MODEL.initial(0).double()
 
 
-class Alone:
-    """One run on a serial engine: a population, and what a task is made of."""
+class SerialRun:
+    """One run on a serial engine: its clients, and their jobs."""
 
-    def __init__(self, own=None):
-        self.clients = ClientPool(DATA, own or {}, THETA, SEED, Budget())
+    def __init__(self, state=None):
+        self.clients = ClientPool(DATA, state or {}, THETA, SEED, Budget())
         self.engine = Serial(MODEL, BATCH)
 
-    def task(self, ctx, program=(), download=None, hparams=None):
+    def job(self, ctx, program=(), download=None, hparams=None):
         return PoolJob(ctx, program, hparams or numbers(), download or {}, clients=self.clients)
 
     def train(self, *given):
-        [answer] = self.engine.train([self.task(*given)])
-        return answer
+        [update] = self.engine.train([self.job(*given)])
+        return update
 
     def personalize(self, *given):
-        return self.engine.personalize(self.task(*given))
-
-    def last(self, ctx, otherwise):
-        return self.engine.last(self.task(ctx), otherwise)
+        return self.engine.personalize(self.job(*given))
 
     def predict(self, ctx, theta, split):
-        return self.engine.predict(self.task(ctx), theta, split)
+        return self.engine.predict(self.job(ctx), theta, split)
 
 
-def moment(*clients, round=1):
-    return RoundContext(model=None, round=round, rounds=3, clients=4, epochs=1, cohort=torch.tensor(clients))
+def context(*clients, round=1):
+    return RoundContext(MODEL, round=round, rounds=3, clients=4, epochs=1, cohort=torch.tensor(clients))
 
 
 def numbers(lr=0.1, momentum=0.0, weight_decay=0.0):
     return {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
 
 
-def everyone(theta, ctx):
+def broadcast(theta, ctx):
     return {"theta": theta.expand(len(ctx.cohort), -1)}
 
 
-def take(model, client):
+def use_download(model, client):
     return client.set(theta=client.download["theta"])
 
 
-def upload(model, client):
+def upload_theta(model, client):
     return client.send(theta=client.theta)
 
 
-def remember(model, client):
+def remember_theta(model, client):
     return client.remember(theta=client.theta)
 
 
-def take_own(model, client):
+def use_state(model, client):
     return client.set(theta=client.state["theta"])
 
 
 def plain_loop(client, phases, lr, momentum, weight_decay, *, round=1, purpose=Purpose.TRAIN, restart=True):
-    """What training is: SGD written out. `phases` are the program's Train phases as {position: epochs}."""
+    """Train by SGD written out. `phases` are the program's Train phases as {position: epochs}."""
     module = MODEL.module(THETA)
     x, y = DATA.inputs(client, "train"), DATA.targets(client, "train")
     velocity, losses = None, []

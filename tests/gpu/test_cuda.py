@@ -1,6 +1,6 @@
-"""What only a CUDA card can show. Run there with: PYTHONPATH=src python -m pytest tests/gpu
+"""The lanes engine on CUDA. Run with: PYTHONPATH=src python -m pytest tests/gpu
 
-The lanes engine on the card is compared with the serial engine on the CPU in float64, on the cases of the CPU's tests.
+It is compared with the serial engine on the CPU in float64, on the cases of the CPU's tests.
 """
 
 from contextlib import contextmanager
@@ -8,12 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from contexts import with_model
-
-from fedobp.method import CohortUpdate
 
 if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA card that torch can use", allow_module_level=True)
+    pytest.skip("needs a CUDA device that torch can use", allow_module_level=True)
 
 from lanes_cases import (
     BATCH,
@@ -21,19 +18,23 @@ from lanes_cases import (
     CLIENTS,
     FAST,
     NETWORKS,
+    ONE_ROUND,
     PHASES,
     Plan,
     agree,
     federated,
-    made,
-    played,
+    make_job,
+    make_model,
+    make_pool,
+    run_rounds,
     same,
-    task,
 )
+from lanes_cases import compare as compare_engines
 
 from fedobp import Config, Federation, FedobpError, sweep
 from fedobp.algorithms import METHODS
-from fedobp.engine import Budget, ClientPool, Lanes, PoolJob, Serial, Store, memory_of
+from fedobp.engine import Budget, ClientPool, Lanes, PoolJob, Serial, Store, batch_order, memory_of
+from fedobp.engine.lanes import trainer as trainer_module
 from fedobp.importance import above
 from fedobp.method import RoundContext
 
@@ -48,50 +49,49 @@ RAGGED = {
     "clients": CLIENTS, "rounds": 3, "participation": 0.7, "epochs": 2, "batch_size": BATCH, "lr": 0.05,
     "eval_every": 1, "precision": "fp64", "model": "mlp", "momentum": 0.8, "weight_decay": 0.02, "finetune_epochs": 1,
 }  # fmt: skip
-# Eleven lanes of one kind, which a graph of twelve serves, beside runs of other kinds.
+# Eleven lanes of one kind, which a graph of twelve runs, beside runs of other kinds.
 MIXED = [
     Plan(),
     Plan(hparams={"lr": 0.02, "momentum": 0.5}, seed=6),
-    Plan(hparams=FAST, deal=1, cohort=(5, 0, 3)),
+    Plan(hparams=FAST, partition=1, cohort=(5, 0, 3)),
     Plan(cohort=(4,), epochs=3),
     Plan("mask", {"lr": 0.3}, cohort=(1,), epochs=3),
     Plan("everything", FAST),
-    Plan("everything", {"mu": 0.9}, seed=8, cohort=(4, 1), deal=1, epochs=1),
+    Plan("everything", {"mu": 0.9}, seed=8, cohort=(4, 1), partition=1, epochs=1),
     Plan("two phases", epochs=1),
-    Plan("plain, then loss", {"momentum": 0.5}, deal=1),
+    Plan("plain, then loss", {"momentum": 0.5}, partition=1),
 ]
 
 
 def compare(model, plans, engine=None, **options):
-    """Play the same on the card, in lanes, and on the CPU, one by one."""
-    ours = played(engine or Lanes(model, BATCH), model, plans, device=DEVICE, **options)
-    agree(ours, played(Serial(model, BATCH), model, plans, **options))
+    """Compare lanes on CUDA with the serial engine on the CPU."""
+    compare_engines(model, plans, engine, DEVICE, **options)
 
 
-# Lanes on the card against the oracle.
+# Lanes on CUDA against the oracle.
 
 
-@pytest.mark.parametrize("hp", [{}, FAST], ids=["plain", "momentum and decay"])
+@pytest.mark.parametrize("hparams", [{}, FAST], ids=["plain", "momentum and decay"])
 @pytest.mark.parametrize("phases", PHASES)
 def test_every_kind_of_phase_equals_the_oracle(phases, hparams):
-    compare(made("mlp"), [Plan(phases, hparams)])
+    compare(make_model("mlp"), [Plan(phases, hparams)])
 
 
 @pytest.mark.parametrize("phases", ["plain", "all but a loss", "everything"])
 @pytest.mark.parametrize("name", ["cnn-small", *(name for name in NETWORKS if name != "normed")])
 def test_every_kind_of_network_equals_the_oracle(name, phases):
-    compare(made(name), [Plan(phases, FAST)])
+    compare(make_model(name), [Plan(phases, FAST)])
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn-small"])
 def test_runs_side_by_side_equal_the_oracle(name):
-    compare(made(name), MIXED)
+    compare(make_model(name), MIXED)
 
 
-@pytest.mark.parametrize("hp", [{}, FAST], ids=["plain", "momentum and decay"])
+@pytest.mark.parametrize("hparams", [{}, FAST], ids=["plain", "momentum and decay"])
 @pytest.mark.parametrize("phases", ["plain", "pull", "everything"])
-def test_graphs_serve_rounds_of_more_and_fewer_lanes_and_steps(phases, hparams):
-    model = made("mlp")
+def test_graphs_run_rounds_of_more_and_fewer_lanes_and_steps(phases, hparams):
+    model = make_model("mlp")
     engine = Lanes(model, BATCH)
     compare(model, [Plan(phases, hparams)], engine, rounds=CHANGES)
     compare(model, [Plan(phases, hparams), Plan(phases, FAST, seed=9)], engine, rounds=CHANGES[::-1])
@@ -99,56 +99,67 @@ def test_graphs_serve_rounds_of_more_and_fewer_lanes_and_steps(phases, hparams):
 
 @pytest.mark.parametrize("memory", [1.0, 3e6])
 def test_a_small_memory_splits_the_lanes_and_changes_nothing(memory):
-    model = made("mlp")
+    model = make_model("mlp")
     compare(model, MIXED, Lanes(model, BATCH, memory=memory))
 
 
-def test_what_is_prepared_for_the_next_round_is_used_and_changes_nothing():
-    model, rounds = made("mlp"), 3
-    theta, ends = model.initial(3).double(), []
+def test_prepared_orders_are_used_where_they_are_right_and_change_nothing(monkeypatch):
+    computed, orders = [], batch_order.orders
+
+    def watched(*given):
+        computed.append(given)
+        return orders(*given)
+
+    monkeypatch.setattr(trainer_module, "orders", watched)
+    model, plans, ends = make_model("mlp"), [Plan(hparams=FAST), Plan(hparams=FAST, seed=6)], []
     for engine, device, prepares in (
         (Lanes(model, BATCH), DEVICE, True),
         (Lanes(model, BATCH), DEVICE, False),
         (Serial(model, BATCH), "cpu", False),
     ):
-        start = theta.to(device)
-        own = {"theta": start.flip(0), "visits": torch.zeros((), dtype=torch.int64, device=device)}
-        clients = [ClientPool(federated(device), own, start, seed, Budget()) for seed in (5, 6)]
-        for round in range(1, rounds + 1):
-            engine.train([task(Plan(hparams=FAST), one, start, round) for one in clients])
+        theta, prepared = model.initial(3).to(device, torch.float64), None
+        pools = [make_pool(model, device, seed=plan.seed) for plan in plans]
+        for round in (1, 2, 3):
+            computed.clear()
+            engine.train(
+                [make_job(plan, pool, theta, round) for plan, pool in zip(plans, pools, strict=True)], prepared
+            )
+            # The runs have separate samples, so each has its own order. In round 2 the second run has other epochs
+            # than were prepared.
+            assert len(computed) == ({1: 2, 2: 1, 3: 0}[round] if prepares else 0 if device == "cpu" else 2)
             if prepares:
-                # The second run's epochs change after all: what was prepared for it must not be used.
-                plans = Plan(hparams=FAST), Plan(hparams=FAST, epochs=1)
-                coming = [task(plan, one, start, round + 1) for plan, one in zip(plans, clients, strict=True)]
-                engine.prepare([replace(one, download={}) for one in coming])
-        ends.append(torch.stack([one.state.gather(range(CLIENTS))["theta"].cpu() for one in clients]))
+                epochs = 1 if round == 1 else None
+                expected = [plans[0], replace(plans[1], epochs=epochs)]
+                coming = [make_job(plan, pool, theta, round + 1) for plan, pool in zip(expected, pools, strict=True)]
+                prepared = engine.prepare([replace(job, download={}) for job in coming])
+                assert len(prepared.orders) == 2
+        ends.append(torch.stack([pool.state.gather(range(CLIENTS))["theta"].cpu() for pool in pools]))
     assert torch.equal(ends[0], ends[1])
     torch.testing.assert_close(ends[0], ends[2], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("phases", ["plain", "everything"])
 def test_only_the_lane_that_diverges_is_not_finite(phases):
-    model, once = made("cnn-small"), ({},)
+    model = make_model("cnn-small")
     calm, wild = Plan(phases, FAST), Plan(phases, {**FAST, "lr": 1e200, "slow": 1e200}, cohort=(0, 3, 4))
     engine = Lanes(model, BATCH)
-    for _ in range(2):  # the second time in buffers that hold what is left of the first
-        found = played(engine, model, [calm, wild], device=DEVICE, rounds=once)
-        agree(found[:1], played(Serial(model, BATCH), model, [calm], rounds=once))
+    for _ in range(2):  # the second time in buffers that hold values of the first
+        found = run_rounds(engine, model, [calm, wild], device=DEVICE, rounds=ONE_ROUND)
+        agree(found[:1], run_rounds(Serial(model, BATCH), model, [calm], rounds=ONE_ROUND))
         assert found[1]["finite"].tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("split", ["train", "val", "test"])
 @pytest.mark.parametrize("name", ["mlp", "cnn-small", "residual"])
-def test_serving_and_predictions_are_the_oracles(name, split):
-    model = made(name)
-    theta, served, labels = model.initial(3).double(), [], []
+def test_personal_models_and_predictions_are_the_oracles(name, split):
+    model, models, labels = make_model(name), [], []
     for engine, device in ((Lanes(model, BATCH), DEVICE), (Serial(model, BATCH), "cpu")):
-        start = theta.to(device)
-        own = {"theta": start.flip(0), "visits": torch.zeros((), dtype=torch.int64, device=device)}
-        ctx = task(Plan(hparams=FAST), ClientPool(federated(device), own, start, 5, Budget()), start)
-        served.append(engine.personalize(ctx))
-        labels.append(engine.predict(ctx, served[-1]["theta"], split))
-    agree(served[:1], served[1:])
+        theta = model.initial(3).to(device, torch.float64)
+        job = make_job(Plan(hparams=FAST), make_pool(model, device), theta)
+        found = engine.personalize(job)
+        models.append({"theta": found.theta, "mine": found.mine, "processed": torch.tensor(found.processed)})
+        labels.append(engine.predict(job, found.theta, split))
+    agree(models[:1], models[1:])
     assert [one.tolist() for one in labels[0]] == [one.tolist() for one in labels[1]]
 
 
@@ -156,22 +167,22 @@ def test_serving_and_predictions_are_the_oracles(name, split):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_on_the_card_equals_the_oracle_in_float64(method):
+def test_a_run_on_cuda_equals_the_oracle_in_float64(method):
     options = {"finetune": 1} if method == "fedavg-ft" else {}
-    on_card = Federation(Config(**SMALL, precision="fp64", device=DEVICE)).run(method, **options)
+    on_cuda = Federation(Config(**SMALL, precision="fp64", device=DEVICE)).run(method, **options)
     oracle = Federation(Config(**SMALL, precision="fp64", device="cpu", engine="serial")).run(method, **options)
-    same(on_card, oracle)
+    same(on_cuda, oracle)
 
 
 @pytest.mark.usefixtures("ragged")
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_with_ragged_clients_and_momentum_equals_the_oracle(method):
+def test_a_run_with_clients_of_unequal_size_and_momentum_equals_the_oracle(method):
     ours = Federation(Config(**RAGGED, device=DEVICE)).run(method)
     same(ours, Federation(Config(**RAGGED, device="cpu", engine="serial")).run(method))
 
 
 @pytest.mark.usefixtures("ragged")
-def test_the_serial_engine_on_the_card_equals_itself_on_the_cpu():
+def test_the_serial_engine_on_cuda_equals_itself_on_the_cpu():
     ours, theirs = (
         Federation(Config(**RAGGED, device=device, engine="serial")).run("fedobp", q=0.9) for device in (DEVICE, "cpu")
     )
@@ -192,7 +203,7 @@ def test_runs_of_a_sweep_equal_each_run_alone_on_the_oracle():
 
 
 @pytest.mark.parametrize("method", ["fedobp", "fedavg-last", "fedpac", "seqfededt"])
-def test_new_clients_fare_as_on_the_oracle(method):
+def test_new_clients_equal_the_oracle(method):
     given = {**SMALL, "holdout_clients": 1, "rounds": 2, "precision": "fp64"}
     ours = Federation(Config(**given, device=DEVICE)).run(method)
     theirs = Federation(Config(**given, device="cpu", engine="serial")).run(method)
@@ -219,14 +230,14 @@ def test_the_same_bytes_twice(method, tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 @pytest.mark.parametrize("name", ["mlp", "cnn-small"])
 def test_the_same_bits_twice_in_every_precision(name, precision):
-    model = made(name)
+    model = make_model(name)
     first, second = (
-        played(Lanes(model, BATCH, precision), model, MIXED, device=DEVICE, dtype=torch.float32) for _ in range(2)
+        run_rounds(Lanes(model, BATCH, precision), model, MIXED, device=DEVICE, dtype=torch.float32) for _ in range(2)
     )
     agree(first, second, atol=0)
 
 
-# On the CPU bf16 differs by up to 0.24: of a few steps with pooling, and values of a window that change places.
+# On the CPU bf16 differs by up to 0.24: a few steps with pooling, where two values of a window change their order.
 @pytest.mark.parametrize(
     ("precision", "share", "atol"), [("fp32", 1e-4, 1e-4), ("tf32", 0.4, 0.02), ("bf16", 0.4, 0.02)]
 )
@@ -234,14 +245,16 @@ def test_the_same_bits_twice_in_every_precision(name, precision):
 @pytest.mark.parametrize("phases", ["plain", "everything"])
 @pytest.mark.parametrize("name", ["mlp", "cnn-small"])
 def test_other_precisions_are_near_float64_after_a_few_steps(name, phases, engine, precision, share, atol):
-    model, plan, once = made(name), Plan(phases), ({},)
-    [start] = played(Serial(model, BATCH), model, [replace(plan, epochs=0)], rounds=once)
-    [exact] = played(Serial(model, BATCH), model, [plan], rounds=once)
-    [found] = played(engine(model, BATCH, precision), model, [plan], device=DEVICE, dtype=torch.float32, rounds=once)
-    assert found["up theta"].dtype == found["loss"].dtype == torch.float32
-    theta, loss = (found[entry].cpu().double() for entry in ("up theta", "loss"))
-    change = (exact["up theta"] - start["up theta"]).norm(dim=1)
-    wrong = (theta - exact["up theta"]).norm(dim=1)
+    model, plan = make_model(name), Plan(phases)
+    [start] = run_rounds(Serial(model, BATCH), model, [replace(plan, epochs=0)], rounds=ONE_ROUND)
+    [exact] = run_rounds(Serial(model, BATCH), model, [plan], rounds=ONE_ROUND)
+    [found] = run_rounds(
+        engine(model, BATCH, precision), model, [plan], device=DEVICE, dtype=torch.float32, rounds=ONE_ROUND
+    )
+    assert found["upload theta"].dtype == found["loss"].dtype == torch.float32
+    theta, loss = (found[entry].cpu().double() for entry in ("upload theta", "loss"))
+    change = (exact["upload theta"] - start["upload theta"]).norm(dim=1)
+    wrong = (theta - exact["upload theta"]).norm(dim=1)
     assert (wrong <= share * change + 1e-6).all(), (wrong, change)
     torch.testing.assert_close(loss, exact["loss"], rtol=0, atol=atol, equal_nan=True)
 
@@ -256,11 +269,11 @@ def test_a_run_learns_in_every_precision(engine, precision):
     assert found.accuracy.pooled == pytest.approx(exact, abs=3)
 
 
-# Nobody waits for the card.
+# The host does not wait for the device.
 
 
 @contextmanager
-def nobody_waits():
+def without_synchronization():
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -269,73 +282,75 @@ def nobody_waits():
         torch.cuda.set_sync_debug_mode(before)
 
 
-def test_waiting_would_be_noticed():
+def test_a_synchronization_is_an_error_here():
     one = torch.ones(1, device=DEVICE)
-    with pytest.raises(RuntimeError, match="synchroniz"), nobody_waits():
+    with pytest.raises(RuntimeError, match="synchroniz"), without_synchronization():
         one.item()
 
 
 @pytest.mark.parametrize("phases", ["plain", "all but a loss", "everything", "plain, then loss"])
 @pytest.mark.parametrize("name", ["mlp", "cnn-small"])
-def test_training_does_not_wait_once_its_graphs_are_made(name, phases):
-    model = made(name)
-    engine, start = Lanes(model, BATCH), model.initial(3).to(DEVICE)
-    own = {"theta": start.flip(0), "visits": torch.zeros((), dtype=torch.int64, device=DEVICE)}
-    clients = [ClientPool(federated(DEVICE, torch.float32), own, start, seed, Budget()) for seed in (5, 6)]
+def test_training_does_not_wait_once_its_graphs_are_captured(name, phases):
+    model = make_model(name)
+    engine, theta = Lanes(model, BATCH), model.initial(3).to(DEVICE)
+    pools = [make_pool(model, DEVICE, torch.float32, seed) for seed in (5, 6)]
     plans = Plan(phases), Plan(phases, FAST)
 
-    def tasks(round):
-        return [task(plan, one, start, round) for plan, one in zip(plans, clients, strict=True)]
+    def jobs(round):
+        return [make_job(plan, pool, theta, round) for plan, pool in zip(plans, pools, strict=True)]
 
+    prepared = None
     for round in (1, 2):
-        engine.train(tasks(round))
-        engine.prepare([replace(one, download={}) for one in tasks(round + 1)])
-    ctx, coming = tasks(3), [replace(one, download={}) for one in tasks(4)]
+        engine.train(jobs(round), prepared)
+        prepared = engine.prepare([replace(job, download={}) for job in jobs(round + 1)])
+    current, coming = jobs(3), [replace(job, download={}) for job in jobs(4)]
     torch.cuda.synchronize()
-    with nobody_waits():
-        engine.train(ctx)
+    with without_synchronization():
+        engine.train(current, prepared)
         engine.prepare(coming)
 
 
 # FedALA asks its clients after every epoch whether to go on, and FedPAC's server whether all problems are solved.
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in ("fedala", "fedpac")])
 def test_a_whole_round_does_not_wait(method):
-    """Send, train, receive and keep, with the next round's order beside it; evaluation may wait."""
-    model, data = made("cnn-small"), federated(DEVICE, torch.float32)
+    """Download, train, aggregate and keep, while the next round's order is prepared; evaluation may wait."""
+    model, data = make_model("cnn-small"), federated(DEVICE, torch.float32)
     chosen = METHODS[method].configure({"q": 0.9, "ema": 0.5} if method == "fedobp" else {})
     theta = model.initial(3).to(DEVICE)
-    start = chosen.init(model, theta, 0)
-    server, records = start.server, Store(start.record, CLIENTS, Budget())
-    clients, engine = ClientPool(data, start.state, theta, 5, Budget()), Lanes(model, BATCH)
+    initial = chosen.init(model, theta, 0)
+    server, records = initial.server, Store(initial.record, CLIENTS, Budget())
+    keeps, engine = chosen.keeps_last_model, Lanes(model, BATCH)
+    clients = ClientPool(data, initial.state, theta, 5, Budget(), keeps_last_model=keeps)
     hparams = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, **chosen.hparams()}
+    all_clients, prepared = torch.arange(CLIENTS), None
+    cohorts = all_clients.split(1) if chosen.sequential else [all_clients]
 
-    everyone = torch.arange(CLIENTS)
+    def job_of(round, cohort):
+        ctx = RoundContext(model, round, 9, CLIENTS, 2, cohort)
+        return PoolJob(ctx, chosen.client_update(ctx), hparams, {}, clients=clients)
 
     def play(round):
-        nonlocal server
-        for cohort in [everyone] if chosen.sequential else everyone.split(1):
-            ctx = RoundContext(None, round, 9, CLIENTS, 2, cohort)
-            download, sent = chosen.download(with_model(model, ctx), server, records.gather(cohort.tolist()))
-            [answer] = engine.train(
-                [PoolJob(ctx, chosen.client_update(with_model(model, ctx)), hparams, download, clients=clients)]
-            )
-            server, kept = chosen.aggregate(with_model(model, ctx), server, sent, CohortUpdate(answer.upload, answer.n))
+        nonlocal server, prepared
+        for cohort in cohorts:
+            job = job_of(round, cohort)
+            download, sent = chosen.download(job.ctx, server, records.gather(cohort.tolist()))
+            [update] = engine.train([replace(job, download=download)], prepared)
+            server, kept = chosen.aggregate(job.ctx, server, sent, update)
             records.scatter(cohort.tolist(), kept)
-        later = RoundContext(None, round + 1, 9, CLIENTS, 2, everyone if chosen.sequential else everyone[:1])
-        engine.prepare([PoolJob(later, chosen.client_update(with_model(model, later)), hparams, {}, clients=clients)])
+        prepared = engine.prepare([job_of(round + 1, cohorts[0])])
 
     for round in (1, 2):
         play(round)
     torch.cuda.synchronize()
-    with nobody_waits():
+    with without_synchronization():
         play(3)
     assert server["theta"].isfinite().all()
 
 
-# The rest.
+# Storage, defaults and generators.
 
 
-def test_clients_state_may_lie_in_a_file():
+def test_client_state_may_be_in_a_file():
     start = {"theta": torch.zeros(3, device=DEVICE), "seen": torch.zeros((), dtype=torch.bool, device=DEVICE)}
     store = Store(start, 4, Budget(0))
     store.scatter([2, 0], {"theta": torch.arange(6.0, device=DEVICE).view(2, 3), "seen": torch.tensor([True, False])})
@@ -345,11 +360,11 @@ def test_clients_state_may_lie_in_a_file():
     assert found["seen"].tolist() == [False, False, True]
 
 
-def test_auto_takes_the_card():
-    assert Config().device == "cuda"
+def test_auto_is_cuda():
+    assert Federation(Config(**SMALL)).config.device == "cuda"
 
 
-def test_the_cards_memory_is_known():
+def test_the_memory_of_a_device():
     assert memory_of(torch.device("cuda")) == torch.cuda.get_device_properties(0).total_memory
 
 
@@ -359,7 +374,7 @@ def test_thresholds_agree_with_the_cpu():
         assert torch.equal(above(score.cuda(), q).cpu(), above(score, q))
 
 
-def test_the_callers_cuda_generator_is_left_alone():
+def test_a_run_does_not_change_the_cuda_generator():
     before = torch.cuda.get_rng_state()
     Federation(Config(**SMALL, device="cuda")).run("fedobp")
     assert torch.equal(torch.cuda.get_rng_state(), before)

@@ -1,12 +1,13 @@
-"""The fused kernels on the card. Run there with: PYTHONPATH=src python -m pytest tests/gpu/test_kernels_cuda.py"""
+"""The fused kernels on CUDA. Run with: PYTHONPATH=src python -m pytest tests/gpu/test_kernels_cuda.py"""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA card that torch can use", allow_module_level=True)
+    pytest.skip("needs a CUDA device that torch can use", allow_module_level=True)
 
 from kernel_cases import CASES, Case, Problem, fill_with_nan, rounded, rounded_features
 from lanes_cases import same
@@ -19,20 +20,21 @@ from fedobp.engine.kernels.convolutions import ConvConfig, Convolutions
 from fedobp.engine.kernels.fused import Fused
 from fedobp.engine.kernels.tiles import tiles_for
 from fedobp.engine.sgd import Rule
-from fedobp.launch import engine_for, simulate
+from fedobp.launch import RunPlan, engine_for, simulate
 from fedobp.models import Model
 from fedobp.transfer import AsyncCopy
 
 TABLE = tiles_for(torch.cuda.get_device_capability(), "bf16")
 pytestmark = [
-    pytest.mark.skipif(TABLE is None, reason="nobody has tuned the kernels for this card"),
+    pytest.mark.skipif(TABLE is None, reason="the kernels are not tuned for this device"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
 
 DEVICE = torch.device("cuda")
-# By how much of itself a tensor's change may be wrong, in half of the lanes and in all. The reference rounds what
-# products read, so what is left is float32's sums; but now and then these turn a rounding, or two values of a pooling
-# window, the other way, and that grows from step to step: float32 on the CPU differs by up to 0.09 in the worst lane.
+# The relative error of a tensor's change that is allowed in half of the lanes, and in all. The reference rounds the
+# operands of products, so the rest is the error of sums in float32. Sometimes this error reverses a rounding, or the
+# order of two values in a pooling window, and the difference grows from step to step: float32 on the CPU differs by up
+# to 0.09 in the worst lane.
 WRONG = {"bf16": (0.01, 0.2), "tf32": (0.01, 0.2), "fp32": (1e-4, 1e-4)}
 BIG = {"a batch of 64, 128 classes": Case(32, 3, 128, 64, terms=("momentum",), counts=((64, 33), (64, 0)))}
 
@@ -66,7 +68,7 @@ def test_steps_are_autograds_in_float64(precision, name):
 @pytest.mark.parametrize(("side", "channels"), [(28, 1), (32, 3)])
 @pytest.mark.parametrize(("precision", "at"), [(p, at) for p in WRONG for at in range(len(tiles_for((9, 0), p)))])
 def test_every_entry_of_the_tables(side, channels, precision, at):
-    """Twenty ragged lanes with terms that would move a lane asleep."""
+    """Twenty lanes of unequal length, with terms that would change an idle lane."""
     entry = replace(tiles_for((9, 0), precision)[at], lanes=1 << 30)
     steps = tuple(3 if lane < 7 else 2 if lane < 18 else 1 for lane in range(20))
     counts = tuple(tuple(0 if step >= mine else 32 - lane for step in range(3)) for lane, mine in enumerate(steps))
@@ -104,7 +106,7 @@ def gradients(precision, lanes, side, channels, samples=False):
 
 
 def agree(found, right, precision):
-    """Gradients [lanes, ...]: one window in which two values change places is up to 0.006 of a lane's, and happens."""
+    """Compare gradients [lanes, ...]: one window in which two values change their order is up to 0.006 of a lane's."""
     usual, _ = WRONG[precision]
     for one, other in zip(found, right, strict=True):
         assert one.shape == other.shape
@@ -115,7 +117,7 @@ def agree(found, right, precision):
 
 @pytest.mark.parametrize("precision", WRONG)
 @pytest.mark.parametrize(("lanes", "side", "channels"), [(1, 32, 3), (5, 28, 1), (20, 32, 3)])
-def test_a_loss_of_ones_own_has_autograds_gradient(precision, lanes, side, channels):
+def test_a_custom_loss_has_autograds_gradient(precision, lanes, side, channels):
     agree(*gradients(precision, lanes, side, channels), precision)
 
 
@@ -126,7 +128,7 @@ def test_every_sample_has_its_gradient(precision):
 
 
 @pytest.mark.parametrize("precision", WRONG)
-def test_the_same_bytes_twice_whatever_lay_in_the_buffers(precision):
+def test_results_do_not_depend_on_old_buffer_contents(precision):
     case = CASES["everything, 32x32"]
     problem = Problem(case, DEVICE)
     fused = fused_of(problem, precision)
@@ -140,8 +142,8 @@ def test_the_same_bytes_twice_whatever_lay_in_the_buffers(precision):
     assert torch.equal(first, afresh)
 
 
-def test_fewer_lanes_do_not_depend_on_what_the_others_left():
-    """In buffers for twenty lanes, some asleep beside them; and one lane alone, with another's buffers next to it."""
+def test_fewer_lanes_do_not_depend_on_the_contents_of_unused_lanes():
+    """In buffers for twenty lanes, of which some are idle; and one lane alone, beside the buffers of another."""
     for lanes, few in ((20, 17), (20, 1)):
         problem = Problem(Case(steps=(1,) * lanes, counts=((16,),) * lanes), DEVICE)
         fused = fused_of(problem, "bf16")
@@ -158,9 +160,9 @@ def test_fewer_lanes_do_not_depend_on_what_the_others_left():
 @pytest.mark.parametrize(("side", "channels"), [(28, 1), (32, 3)])
 @pytest.mark.parametrize("lanes", [160, 12, 6, 2])
 def test_equal_lanes_stay_equal_beside_other_work(side, channels, lanes):
-    """On two streams at once: what a lane finds must not depend on who is faster, and a difference would stay.
+    """On two streams at once: results must not depend on timing, and a difference would remain.
 
-    Too short for what happens in one step of tens of thousands: tests/compile_kernels.py looks for the cause of that.
+    Too short for a race that occurs once in tens of thousands of steps: tests/compile_kernels.py checks for its cause.
     """
     times = 200
     problem = Problem(Case(side, channels, batch=32, steps=(times,), counts=((32,) * times,)), DEVICE)
@@ -186,7 +188,7 @@ def test_labels_are_the_largest_logits(precision):
     problem = Problem(Case(32, 3, 62), DEVICE)
     for found, logits in problem.labels(fused_of(problem, precision), [150, 70]):
         best = logits.gather(1, found[:, None])[:, 0]
-        assert (logits.max(dim=1).values - best).max() < 0.02  # nothing else is chosen but near ties
+        assert (logits.max(dim=1).values - best).max() < 0.02  # other labels are chosen only in near ties
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +199,7 @@ def folder(tmp_path_factory):
     draw = np.random.default_rng(0)
     y = np.arange(3000) % 10
     x = draw.integers(0, 100, (3000, 28, 28), dtype=np.uint8)
-    x[np.arange(3000), 2 * y + 2, :] = 255  # a bright row says which class it is
+    x[np.arange(3000), 2 * y + 2, :] = 255  # a bright row marks the class
     np.savez(place / "fmnist.npz", x=x, y=y)
     return str(place)
 
@@ -217,7 +219,7 @@ def test_runs_are_those_of_the_serial_engine(precision, folder):
         moved_alike(one, other, precision)
 
 
-def test_methods_that_do_the_same_give_the_same_bits(folder):
+def test_methods_that_compute_the_same_have_the_same_bits(folder):
     """In one launch: FedAvg and its baselines train alike, FedOBP is a case of `decoupled`; others run beside."""
     given = {"dataset": "fmnist", "data_dir": folder, "clients": 20, "participation": 0.5, "rounds": 20, "epochs": 2,
              "lr": 0.02, "model": "cnn", "alpha": 0.3, "device": "cuda"}  # fmt: skip
@@ -234,8 +236,8 @@ def test_methods_that_do_the_same_give_the_same_bits(folder):
 def moved_alike(one, other, precision):
     """Compare all models of two runs, tensor by tensor, as shares of how far they moved from theta^0.
 
-    On the CPU, lanes and the serial engine differ by up to 0.02 in half of the models and 0.12 in all in fp32, which
-    is a few entries that FedOBP and FedDPA choose otherwise, and in bf16 by up to 0.08 and 0.14.
+    On the CPU, lanes and the serial engine differ in fp32 by up to 0.02 in half of the models and 0.12 in all, because
+    FedOBP and FedDPA choose a few other entries; in bf16 by up to 0.08 and 0.14.
     """
     usual, worst = {"fp32": (0.05, 0.25)}.get(precision, (0.15, 0.4))
     model = Model("cnn", (1, 28, 28), 10)
@@ -254,7 +256,7 @@ def moved_alike(one, other, precision):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_runs_with_losses_of_their_own_are_those_of_the_serial_engine(precision, folder):
+def test_runs_with_custom_losses_are_those_of_the_serial_engine(precision, folder):
     given = {"dataset": "fmnist", "data_dir": folder, "clients": 10, "participation": 0.3, "rounds": 3, "epochs": 1,
              "lr": 0.02, "model": "cnn", "alpha": 0.3}  # fmt: skip
     methods = ["fedrod", "apfl", "feddpa"]
@@ -265,7 +267,7 @@ def test_runs_with_losses_of_their_own_are_those_of_the_serial_engine(precision,
         moved_alike(one, other, precision)
 
 
-def test_training_does_not_wait_for_the_card_once_its_graphs_are_made():
+def test_training_does_not_wait_once_its_graphs_are_captured():
     problem = Problem(CASES["everything, 32x32"], DEVICE)
     fused, rule, theta = fused_of(problem, "bf16"), problem.rule(), problem.theta.to(DEVICE)
     ids, counts, data = problem.ids.to(DEVICE), problem.counts.to(DEVICE), [problem.data] * len(theta)
@@ -279,19 +281,23 @@ def test_training_does_not_wait_for_the_card_once_its_graphs_are_made():
 
 
 def test_a_whole_round_does_not_wait(folder):
-    """Send, train, receive and keep, and the books of the round before it."""
+    """Download, train, aggregate and keep; the round before it is settled, and the next round's order is prepared."""
     config = Config(dataset="fmnist", data_dir=folder, clients=20, participation=0.3, epochs=2, model="cnn", alpha=0.3,
-                    device="cuda", rounds=9)  # fmt: skip
+                    device="cuda", rounds=9, eval_every=9)  # fmt: skip
     federation = Federation(config)
-    engine = engine_for(config, federation.model)
-    run = simulate(config, federation.model, federation.data, Budget())
-    moments = [run.moment(round, torch.arange(6)) for round in range(1, 5)]
+    engine = engine_for(federation.config, federation.model)
+    run, clients = simulate(RunPlan(federation, federation.config, federation.method), engine, Budget())
+    jobs = [run.job(run.context(round, torch.arange(6))) for round in range(1, 5)]
+    prepared = None
 
     def play(at):
-        [answer] = engine.train([run.download(moments[at])])
-        run.aggregate(at(moments[at], answer))
-        engine.prepare([run.task(moments[at + 1])])
-        return AsyncCopy(answer.loss)
+        nonlocal prepared
+        round = run.round([jobs[at]])
+        [update] = engine.train([clients.assign(next(round))], prepared)
+        prepared = engine.prepare([clients.assign(jobs[at + 1])])
+        with suppress(StopIteration):
+            round.send(update)
+        return AsyncCopy(update.loss)
 
     for at in range(2):
         play(at)
@@ -304,17 +310,17 @@ def test_a_whole_round_does_not_wait(folder):
     assert loss.value().isfinite().all()
 
 
-def test_a_number_that_was_asked_for_in_time_is_there_before_later_work_is_done():
-    scratch = torch.rand(8192, 8192, device=DEVICE)
-    number = AsyncCopy(scratch[0, 0] * 0 + 7)
+def test_an_asynchronous_copy_does_not_wait_for_later_work():
+    matrix = torch.rand(8192, 8192, device=DEVICE)
+    number = AsyncCopy(matrix[0, 0] * 0 + 7)
     for _ in range(200):
-        scratch = scratch @ scratch
+        matrix = matrix @ matrix
     done = torch.cuda.Event()
     done.record()
     assert number.value().item() == 7
     assert not done.query()
 
 
-def test_this_card_gets_them_without_a_word():
+def test_a_tuned_device_has_them_without_a_warning():
     problem = Problem(Case(), DEVICE)
     assert isinstance(fused_for(problem.model, 16, "bf16", DEVICE), Fused)

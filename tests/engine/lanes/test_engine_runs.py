@@ -1,4 +1,7 @@
-"""Whole runs of the lanes engine against the serial one. Clients are ragged; partition seeds deal samples anew."""
+"""Whole runs of the lanes engine against the serial engine, with clients of unequal size.
+
+The parity of the partition seed selects one of two partitions.
+"""
 
 from dataclasses import replace
 
@@ -103,9 +106,9 @@ def test_every_method_equals_the_oracle_with_a_cnn(method, monkeypatch):
 
 @pytest.mark.parametrize("q", [0.3, 0.5])
 def test_engines_differ_in_nothing_but_tied_entries(q):
-    """Weights of pixels that are blank in all digits move alike: rounding decides which of them are above a threshold.
+    """Weights of pixels that are blank in all digits change alike: rounding decides which are above a threshold.
 
-    One round, after which nothing but what is served depends on the choice.
+    One round, after which only the served models depend on the choice.
     """
     settings = Config(clients=6, participation=1.0, rounds=1, epochs=2, batch_size=10, lr=0.05, model="mlp",
                       precision="fp64")  # fmt: skip
@@ -158,9 +161,10 @@ def test_runs_of_a_sweep_equal_each_run_alone_on_the_oracle(engine, runs, tmp_pa
     configs = [Config(**{**RAGGED, "engine": engine, **change}) for change in SWEEP[:runs]]
     folders = [tmp_path / str(at) for at in range(len(configs))]
     for config, folder, result in zip(configs, folders, sweep(configs, out=folders), strict=True):
-        assert result.config == config
+        alone = Federation(replace(config, engine="serial"))
+        assert result.config == replace(alone.config, engine=engine)
         assert result.out == folder
-        same(result, Federation(replace(config, engine="serial")).run(out=tmp_path / f"{folder.name}-alone"))
+        same(result, alone.run(out=tmp_path / f"{folder.name}-alone"))
 
 
 @pytest.mark.usefixtures("ragged")
@@ -185,13 +189,13 @@ def test_the_same_bytes_run_after_run(tmp_path):
 @pytest.mark.usefixtures("ragged")
 def test_the_client_that_diverges_is_named():
     config = Config(**{**RAGGED, "model": "mlp", "precision": "fp32", "lr": 1e9, "participation": 1.0})
-    moving = [client for client in next(cohorts(config)).tolist() if TRAIN[client] > 1]
-    said = []
+    first, *_ = [one for one in next(cohorts(Federation(config).config)).tolist() if TRAIN[one] > 1]
+    errors = []
     for engine in ("lanes", "serial"):
-        with pytest.raises(FedobpError, match=rf"^round 1, client {moving[0]}: .* \(it is 1e\+09\)") as caught:
+        with pytest.raises(FedobpError, match=rf"^round 1, client {first}: .* \(it is 1e\+09\)") as caught:
             Federation(replace(config, engine=engine)).run("fedavg")
-        said.append(str(caught.value))
-    assert said[0] == said[1]
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
 
 
 @pytest.mark.parametrize("engine", ["lanes", "serial"])
@@ -212,10 +216,10 @@ WIDE = {"clients": 6, "rounds": 2, "participation": 0.7, "epochs": 2, "model": "
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedpac", "fedala"])
-def test_a_batch_larger_than_any_client_is_all_that_a_client_has(method, tmp_path, monkeypatch):
+def test_a_batch_larger_than_any_client_holds_all_samples_of_a_client(method, tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(
-        "fedobp.federation.Lanes", lambda model, batch, *rest: made.append(batch) or Lanes(model, batch, *rest)
+        "fedobp.launch.Lanes", lambda model, batch, *rest: made.append(batch) or Lanes(model, batch, *rest)
     )
     federation = Federation(Config(**WIDE))
     largest = max(federation.data.size(client, "train") for client in range(6))
@@ -230,21 +234,21 @@ def test_a_batch_larger_than_any_client_is_all_that_a_client_has(method, tmp_pat
         for engine in ("lanes", "serial")
     )
     torch.testing.assert_close(vector(lanes), vector(serial), rtol=0, atol=1e-9)
-    for name in ("accuracy", "last", "finetuned", "cold", "bytes", "compute"):
+    for name in ("accuracy", "last", "finetuned", "new_clients", "bytes", "compute"):
         assert getattr(lanes, name) == getattr(serial, name)
 
 
 @pytest.mark.usefixtures("ragged")
-def test_there_is_no_room_for_samples_that_nobody_has(monkeypatch):
-    """Whatever a phase asks for: the order of samples is as wide as the largest client."""
+def test_batches_are_no_wider_than_the_largest_client(monkeypatch):
+    """In every kind of phase."""
     widths, orders = [], batch_order.orders
 
     def watched(*given):
         widths.append((found := orders(*given)).positions.shape[-1])
         return found
 
-    for module in ("lanes", "vectorised"):
-        monkeypatch.setattr(f"fedobp.engine.{module}.orders", watched)
+    for module in ("trainer", "vectorised"):
+        monkeypatch.setattr(f"fedobp.engine.lanes.{module}.orders", watched)
     sweep(
         [
             Config(**{**RAGGED, "method": method, "rounds": 1, "batch_size": 1000})
