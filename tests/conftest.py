@@ -2,6 +2,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -19,6 +20,7 @@ signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, every proc
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
+import numpy as np
 import torch
 
 # Where there is no card, the kernels are interpreted. Triton asks for this when they are defined.
@@ -26,9 +28,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from children import children
+from cli.cases import write_npz
 from lanes_cases import NETWORKS, shards
+from relay import Relay
 
 from fedobp import cli
+from fedobp.algorithms import METHODS
+from fedobp.data import datasets
 from fedobp.models import NETS
 
 
@@ -80,7 +86,7 @@ def ran(start):
 
 @pytest.fixture(scope="module")
 def networks():
-    """Networks of many kinds, known by their names."""
+    """Networks of many kinds, registered by their names."""
     with pytest.MonkeyPatch.context() as patch:
         for name, build in NETWORKS.items():
             patch.setitem(NETS, name, build)
@@ -89,5 +95,37 @@ def networks():
 
 @pytest.fixture
 def ragged(monkeypatch):
-    """Deal the digits' first samples out to ragged clients."""
+    """Assign the digits' first samples to ragged clients."""
     monkeypatch.setattr("fedobp.federation.partition", lambda y, clients, *, seed, **_: shards(seed % 2))
+
+
+@pytest.fixture
+def wards(tmp_path, monkeypatch):
+    """The dataset `wards`: a table of 70 samples with seven natural clients."""
+    x = np.random.default_rng(0).random((70, 3)).astype(np.float32)
+    wards = np.array([f"ward {n}" for n in range(7)])
+    (tmp_path / "data").mkdir()
+    np.savez(tmp_path / "data" / "wards.npz", x=x, y=np.arange(70) % 2, client=wards[np.arange(70) % 7])
+    monkeypatch.setenv("FEDOBP_DATA", str(tmp_path / "data"))
+
+
+@pytest.fixture
+def relay(monkeypatch):
+    """Register the method `relay`."""
+    monkeypatch.setitem(METHODS, "relay", Relay)
+
+
+@pytest.fixture
+def read_files(tmp_path, monkeypatch):
+    """The dataset `mine`; the names of the dataset files that were read, in order."""
+    (tmp_path / "data").mkdir()
+    monkeypatch.setenv("FEDOBP_DATA", str(tmp_path / "data"))
+    write_npz(tmp_path / "data" / "mine.npz", n=120)
+    found, read = [], datasets.read_npz
+
+    def counted(path, *arguments, **more):
+        found.append(Path(path).name)
+        return read(path, *arguments, **more)
+
+    monkeypatch.setattr(datasets, "read_npz", counted)
+    return found

@@ -1,22 +1,21 @@
-"""`fedobp bench`: what it counts is right, what it reckons follows from what it measured. No time is asserted."""
+"""`fedobp bench`: its counts are right, and its estimates follow from what it measured. No time is asserted."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
+from resolved import resolved
 
 from fedobp import Config, Federation, FedobpError, Model
-from fedobp import bench as room
-from fedobp.bench import Bench, Speed, Trial, bench, noise, peak, stand_in, step_flops, steps_by_round, train
+from fedobp import bench as bench_module
+from fedobp.bench import bench, noise, peak, stand_in, step_flops, steps_by_round, train
 from fedobp.data import FederatedData, partition
 from fedobp.engine import Budget
 from fedobp.engine.batch_order import batches
 from fedobp.keys import fold
-from fedobp.launch import engine_for
-from fedobp.report.tables import bench_table
+from fedobp.launch import engine_for, simulate
 from fedobp.sampling import cohorts
 
 TINY = {"dataset": "digits", "clients": 6, "participation": 0.5, "model": "mlp", "rounds": 7, "device": "cpu"}
@@ -32,13 +31,13 @@ TINY = {"dataset": "digits", "clients": 6, "participation": 0.5, "model": "mlp",
     ],
 )  # fmt: skip
 def test_a_steps_operations_by_hand(name, shape, by_hand):
-    config = Config(**TINY | {"batch_size": 8})
+    config = resolved(**TINY | {"batch_size": 8})
     assert step_flops(config, Model(name, shape, 10)) == 8 * by_hand
 
 
 @pytest.mark.parametrize("more", [{}, {"batch_size": 7, "epochs": 2, "seed": 3}, {"sampling": "published"}])
 def test_the_steps_of_every_round_by_brute_force(more):
-    config = Config(**TINY | more)
+    config = resolved(**TINY | more)
     data = Federation(config).data
     expected = [
         sum(
@@ -54,21 +53,17 @@ def test_the_steps_of_every_round_by_brute_force(more):
 
 @pytest.mark.parametrize("name", ["serial", "lanes"])
 def test_rounds_are_those_of_a_real_run(name):
-    config = Config(**TINY | {"rounds": 3, "engine": name, "save_models": "none"})
-    federation = Federation(config)
-    trial, engine = (
-        Trial(config, federation.model, federation.data, Budget()),
-        engine_for(replace(config, engine=name), federation.model),
-    )
-    moments = [[trial.moment(at, cohort, config.epochs)] for at, cohort in enumerate(cohorts(config), start=1)]
-    train(engine, [trial], moments)
+    federation = Federation(Config(**TINY | {"rounds": 3, "engine": name, "save_models": "none"}))
+    config, engine = federation.config, engine_for(federation.config, federation.model)
+    simulation = simulate(federation.plan(config, federation.method), engine, Budget())
+    train(engine, [simulation], [simulation.run.plan(round) for round in (1, 2, 3)])
     assert engine.counters.steps == sum(steps_by_round(config, federation.data))
     real = federation.model.layout.flatten(federation.run().state_dict())
-    assert torch.equal(trial.server["theta"], real)
+    assert torch.equal(simulation.run.server["theta"], real)
 
 
 def check(found):
-    """Every reckoned number follows from measured ones."""
+    """Every estimate follows from what was measured."""
     serial, lanes = found.engines
     assert (serial.engine, lanes.engine) == ("serial", "lanes")
     assert (serial.occupancy, serial.speedup) == (1.0, 1.0)
@@ -85,47 +80,47 @@ def check(found):
 
 
 def test_numbers_agree_with_each_other():
-    config = Config(**TINY | {"batch_size": 16})
-    told = []
-    found = bench(config, seconds=1, progress=lambda what, share: told.append((what, share)))
+    config = resolved(**TINY | {"batch_size": 16})
+    parts = []
+    found = bench(config, seconds=1, progress=lambda what, share: parts.append((what, share)))
     check(found)
     assert found.steps_per_round == pytest.approx(np.mean(steps_by_round(config, Federation(config).data)))
     assert (found.runs, found.rounds, found.evaluations, found.cohort) == (1, 7, 7, 3)
     assert (found.random_data, found.samples, found.parameters) == (False, 1797, 9610)
-    assert {"data", "matrix product", "serial", "lanes"} <= {what for what, _ in told}
-    assert [share for _, share in told] == sorted(share for _, share in told)
-    assert all(0 <= share <= 1 for _, share in told)
+    assert {"data", "matrix product", "serial", "lanes"} <= {what for what, _ in parts}
+    assert [share for _, share in parts] == sorted(share for _, share in parts)
+    assert all(0 <= share <= 1 for _, share in parts)
 
 
 @pytest.fixture
 def fake_time(monkeypatch):
     """Let an epoch of a run take a second; return what was trained: (engine, runs, rounds, epochs)."""
-    now, seen, real = [0.0], [], room.train
+    now, seen, real = [0.0], [], bench_module.train
 
     def tick():
         now[0] += 1e-6
         return now[0]
 
-    def slow(engine, trials, rounds):
-        real(engine, trials, rounds)
-        epochs = rounds[0][0].epochs
-        seen.append((type(engine).__name__, len(trials), [moments[0].round for moments in rounds], epochs))
-        now[0] += len(trials) * len(rounds) * epochs
-        return float(len(trials) * len(rounds) * epochs)
+    def slow(engine, simulations, rounds):
+        real(engine, simulations, rounds)
+        epochs = rounds[0][0].ctx.epochs
+        seen.append((type(engine).__name__, len(simulations), [jobs[0].ctx.round for jobs in rounds], epochs))
+        now[0] += len(simulations) * len(rounds) * epochs
+        return float(len(simulations) * len(rounds) * epochs)
 
-    monkeypatch.setattr(room, "time", SimpleNamespace(perf_counter=tick))
-    monkeypatch.setattr(room, "peak", lambda device, precision, seconds: 1e9)
-    monkeypatch.setattr(room, "train", slow)
+    monkeypatch.setattr(bench_module, "time", SimpleNamespace(perf_counter=tick))
+    monkeypatch.setattr(bench_module, "peak", lambda device, precision, seconds: 1e9)
+    monkeypatch.setattr(bench_module, "train", slow)
     return seen
 
 
 def test_the_most_typical_rounds_are_measured_by_both_engines(fake_time):
-    config = Config(**TINY)
+    config = resolved(**TINY)
     found = bench(config, seconds=62)
     check(found)
     steps = steps_by_round(config, Federation(config).data)
     nearest = sorted(range(7), key=lambda round: abs(steps[round] - np.mean(steps)))
-    # Of 62 s, 27.9 end the lanes: 1 for waking up, 1 for one epoch as a trial, and 5 for a round.
+    # Of 62 s, 27.9 end the lanes: 1 for the warm-up, 1 for one epoch as a trial, and 5 for a round.
     rounds = {name: [at[0] - 1 for engine, _, at, epochs in fake_time if (engine, epochs) == (name, 5)]
               for name in ("Lanes", "Serial")}  # fmt: skip
     assert rounds["Lanes"] == nearest[:5]
@@ -133,9 +128,9 @@ def test_the_most_typical_rounds_are_measured_by_both_engines(fake_time):
     assert [speed.rounds for speed in found.engines] == [5, 5]
 
 
-def test_the_peak_is_the_best_of_several_moments(monkeypatch, fake_time):
+def test_the_peak_is_the_best_of_several_measurements(monkeypatch, fake_time):
     rates = iter([1e9, 3e9])
-    monkeypatch.setattr(room, "peak", lambda device, precision, seconds: next(rates))
+    monkeypatch.setattr(bench_module, "peak", lambda device, precision, seconds: next(rates))
     found = bench(Config(**TINY), seconds=12)
     assert found.peak_flops_per_second == 3e9
     check(found)
@@ -158,7 +153,7 @@ def test_where_an_epoch_is_too_long_it_is_all_that_is_measured(fake_time):
 
 
 def test_runs_train_side_by_side_and_times_are_one_runs_share(fake_time):
-    config = Config(**TINY)
+    config = resolved(**TINY)
     found = bench(config, runs=3, seconds=80)
     check(found)
     # All three in the lanes, as many as the time allows one after the other: a whole round of three takes 15 s.
@@ -177,18 +172,18 @@ def test_runs_train_side_by_side_and_times_are_one_runs_share(fake_time):
 def test_evaluation_of_some_clients_is_scaled_to_all(fake_time, monkeypatch):
     asked = []
 
-    def evaluate(self, engine):
-        asked.append(self.data.clients)
-        return 2.0 * sum(self.data.size(client, "test") for client in range(self.data.clients))
+    def evaluate(engine, config, method, model, data):
+        asked.append(data.clients)
+        return 2.0 * sum(data.size(client, "test") for client in range(data.clients))
 
-    monkeypatch.setattr(Trial, "evaluate", evaluate)
+    monkeypatch.setattr(bench_module, "evaluate", evaluate)
     data = Federation(Config(**TINY)).data
     tested = sum(data.size(client, "test") for client in range(6))
-    for seconds, everyone in ((1, False), (60, True)):
+    for seconds, all_clients in ((1, False), (60, True)):
         asked.clear()
         found = bench(Config(**TINY | {"rounds": 1}), seconds=seconds)
         assert [speed.seconds_per_evaluation for speed in found.engines] == [pytest.approx(2.0 * tested)] * 2
-        assert (set(asked) == {6}) is everyone
+        assert (set(asked) == {6}) is all_clients
 
 
 def test_noise_has_the_shape_and_the_partition_of_the_real_set(monkeypatch, tmp_path):
@@ -225,78 +220,8 @@ def test_what_cannot_be_measured_is_refused(wrong):
         bench(Config(**TINY), **wrong)
 
 
-ARGUMENTS = ("bench", "--dataset", "digits", "--model", "mlp", "--clients", 5, "--seconds", 1)
-
-
-def test_the_table_is_read_without_a_terminal(command):
-    said = command(*ARGUMENTS, "--participation", 1, "--alpha", 0.5, "--batch-size", 16, "--precision", "fp64")
-    assert (said.code, said.err) == (0, "")
-    for word in ("serial", "lanes", "full", "FLOP/s", "of peak", "60 rounds", "Dirichlet(0.5)", "fp64", "5 a round"):
-        assert word in said.out
-    assert "Random images" not in said.out
-    assert "fedobp bench --" in command("bench", "--help").out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--seconds", "0"], "--seconds must be between 1 and 3600"),
-        (["--seconds", "soon"], "not a valid float"),
-        (["--runs", "0"], "--runs must be between"),
-        (["--dataset", "mnst"], "did you mean 'mnist'"),
-        (["--model", "mpl"], "did you mean 'mlp'"),
-        (["--clients", "0"], "--clients must be at least 1"),
-        (["--clients", "50000"], "use fewer --clients"),
-        (["--participation", "2"], "--participation must be at most 1"),
-        (["--batch-size", "1"], "--batch-size must be at least 2"),
-        (["--precision", "tf32", "--device", "cpu"], "use --precision fp32"),
-        (["--dataset", "digits", "--model", "cnn"], "at least 16x16"),
-    ],
-)
-def test_bad_flags_are_one_sentence_and_exit_code_2(command, arguments, sentence):
-    said = command("bench", *arguments)
-    assert (said.code, said.out) == (2, "")
-    assert said.err.startswith("error: ")
-    assert said.err.count("\n") == 1
-    assert sentence in said.err
-
-
-def test_a_fast_device_is_shown_in_larger_units():
-    rows = tuple(
-        Speed(name, 12.0, rate, 0.97, rate * 1e9, 0.5, 3e3 / rate, rate / 1e3, 0.1, hours * 3600.0)
-        for name, rate, hours in (("serial", 1e3, 2.5), ("lanes", 2e4, 0.01))
-    )
-    found = Bench(
-        "NVIDIA H200", 8, "tf32", "cifar10", True, 60_000, "cnn", 878_538, 100, 10, "iid", 0.1, 32, 5, 8, 400, 20,
-        713.2, 1.4e9, 4e13, rows, 31.0,
-    )  # fmt: skip
-    console = Console(width=120, color_system=None)
-    with console.capture() as shown:
-        console.print(bench_table(asdict(found)))
-    for word in ("TFLOP/s", "20.00x", "2 h 30 min", "36.0 s", "NVIDIA H200, tf32", "40.0 TFLOP/s", "97%", "IID",
-                 "one run's share of 8", "Random images in the shape of cifar10"):  # fmt: skip
-        assert word in " ".join(shown.get().split())
-
-
-def test_json_has_exactly_the_documented_keys_and_needs_nothing_but_torch_numpy_typer_and_rich(ran, tmp_path):
-    code = """
-import sys
-sys.modules.update(dict.fromkeys(("sklearn", "scipy", "pooch", "matplotlib", "safetensors")))  # as if not there
-from fedobp.cli import main
-sys.argv = "fedobp bench --dataset mnist --model mlp --data-dir none --seconds 1 --epochs 1 --runs 2 --json".split()
-main()
-"""
-    said = ran("-c", code, cwd=tmp_path)
-    assert (said.code, said.err, said.out.count("\n")) == (0, "", 1)
-    found = said.json
-    assert set(found) == set(Bench.__dataclass_fields__)
-    assert [set(row) for row in found["engines"]] == [set(Speed.__dataclass_fields__)] * 2
-    assert (found["runs"], found["epochs"], found["batch_size"]) == (2, 1, 32)
-    assert (found["dataset"], found["random_data"], found["samples"]) == ("mnist", True, 70_000)
-
-
-def test_a_batch_larger_than_any_client_is_reckoned_as_the_largest_clients():
-    config = Config(**TINY | {"batch_size": 100_000})
+def test_a_batch_larger_than_any_client_is_estimated_as_the_largest_clients():
+    config = resolved(**TINY | {"batch_size": 100_000})
     federation = Federation(config)
     largest = max(federation.data.size(client, "train") for client in range(config.clients))
     found = bench(config, seconds=1)

@@ -1,4 +1,4 @@
-"""A comparison is repeated from its `compare.toml`: the same runs, the same launches, the same bytes."""
+"""`compare.toml`: a comparison is repeated with the same runs, the same launches and the same bytes."""
 
 import json
 import re
@@ -7,8 +7,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from resolved import resolved
 
-from fedobp import Config, FedobpError, sweep
+from fedobp import Config
 from fedobp.comparison import read_comparison, to_toml
 
 TINY = ("--clients", 6, "--rounds", 2, "--epochs", 1, "--participation", 0.5, "--eval-every", 1, "--save-models", "all")
@@ -164,7 +165,7 @@ def test_a_file_that_is_not_there_or_another_one_is_refused(command):
 
 def test_what_is_written_is_read_back(tmp_path):
     given = {"clients": 5, "rounds": 2, "partition": "classes", "partition_options": {"k": 3}, "partition_seed": 9}
-    configs = [Config(**given, method=method, seed=seed) for seed in (3, 1) for method in ("fedobp", "apfl")]
+    configs = [resolved(**given, method=method, seed=seed) for seed in (3, 1) for method in ("fedobp", "apfl")]
     (tmp_path / "compare.toml").write_text(to_toml(configs, [[0, 2], [1], [3]]))
     asked, launches = read_comparison(tmp_path / "compare.toml")
     again = [Config(**one) for one in asked]
@@ -173,26 +174,3 @@ def test_what_is_written_is_read_back(tmp_path):
         [configs[1]],
         [configs[3]],
     ]
-
-
-@pytest.mark.parametrize("launches", [[[0]], [[0, 1], [1]], [[0, 2]]])
-def test_a_sweep_refuses_launches_that_are_not_its_runs(launches):
-    with pytest.raises(FedobpError, match="must name each of the 2 runs once"):
-        sweep([Config(rounds=1), Config(rounds=1, seed=1)], launches=launches)
-
-
-def test_a_sweep_records_and_repeats_its_launches(tmp_path):
-    given = {"clients": 6, "rounds": 2, "epochs": 1, "participation": 0.5}
-    configs = [Config(**given, options={"q": q}) for q in (0.9, 0.99, 0.999)]
-    found = []
-    for name in ("first", "second"):
-        out = [tmp_path / name / str(run) for run in range(3)]
-        found.append(sweep(configs, out=out, launches=[[2, 0], [1]]))
-    assert found[0][0].launch == (configs[2], configs[0])
-    assert found[0][1].launch == (configs[1],)
-    launch = json.loads((tmp_path / "first/0/result.json").read_text())["launch"]
-    assert [one.get("options", {}).get("q") for one in launch] == [0.999, None]
-    assert "launch" not in json.loads((tmp_path / "first/1/result.json").read_text())
-    for run in range(3):
-        for name in ("config.toml", "metrics.jsonl", "models/clients.safetensors"):
-            assert (tmp_path / f"first/{run}/{name}").read_bytes() == (tmp_path / f"second/{run}/{name}").read_bytes()

@@ -1,23 +1,15 @@
-"""Whole runs: hand-checkable identities between methods, books, and a golden run per method."""
+"""Federations: what is read and shared, identities between methods, and a golden run of each."""
 
-import json
-import random
-from dataclasses import dataclass
-from typing import ClassVar
-
+import numpy as np
 import pytest
 import torch
-from contexts import with_model
 from lanes_cases import vector
+from resolved import resolved
 
-import fedobp
 from fedobp import Config, Federation, FedobpError, sweep
 from fedobp.algorithms import METHODS
-from fedobp.algorithms.fedavg import FedAvg
-from fedobp.engine import Budget, ClientPool, PoolJob, Serial
-from fedobp.method import RoundContext
+from fedobp.data import PARTITIONERS, data_dir, load, partition
 from fedobp.models import Model
-from fedobp.sampling import cohorts
 
 TINY = {"clients": 6, "rounds": 4, "participation": 0.5, "epochs": 1, "model": "mlp", "precision": "fp64"}
 MLP_SIZE = 64 * 128 + 128 + 128 * 10 + 10
@@ -29,20 +21,44 @@ def tiny(request):
     return Federation(Config(**TINY, engine=request.param))
 
 
-def test_published_sampling_is_pythons_stream():
-    config = Config(dataset="cifar10", sampling="published", seed=42)
-    random.seed(42)
-    expected = [random.sample(list(range(100)), 10) for _ in range(400)]
-    assert [cohort.tolist() for cohort in cohorts(config)] == expected
+def test_a_federation_has_the_resolved_form_of_what_was_asked():
+    asked = Config(clients=6)
+    federation = Federation(asked)
+    assert federation.config == resolved(asked) != asked
+    assert Federation(federation.config).config == federation.config
+    assert Federation().config == resolved()
 
 
-def test_keyed_sampling_draws_distinct_clients_and_depends_on_seed_and_round():
-    drawn = [cohort.tolist() for cohort in cohorts(Config(rounds=50))]
-    assert all(len(set(cohort)) == 4 and set(cohort) <= set(range(20)) for cohort in drawn)
-    assert len({tuple(cohort) for cohort in drawn}) > 45
-    assert {client for cohort in drawn for client in cohort} == set(range(20))
-    assert drawn != [cohort.tolist() for cohort in cohorts(Config(rounds=50, seed=43))]
-    assert drawn[:10] == [cohort.tolist() for cohort in cohorts(Config(rounds=10))]
+# How often a dataset is read.
+
+
+MINE = {"dataset": "mine", "clients": 3, "rounds": 2, "epochs": 1, "model": "mlp"}
+
+
+def test_a_federation_and_its_runs_read_the_dataset_once(read_files):
+    federation = Federation(Config(**MINE))
+    federation.run()
+    federation.run("fedavg")
+    assert read_files == ["mine.npz"]
+    Federation(Config(**MINE, partition_seed=7), beside=federation).run()
+    assert read_files == ["mine.npz"]
+
+
+def test_the_commands_read_the_dataset_once(read_files, command):
+    flags = ("--dataset", "mine", "--rounds", 1, "--epochs", 1, "--model", "mlp")
+    for arguments in (
+        ("run", *flags, "--out", "run"),
+        ("run", "--config", "run/config.toml"),
+        ("compare", *flags, "--methods", "fedavg,local,fedper", "--seeds", 2, "--out", "compare"),
+        ("compare", "--config", "compare/compare.toml"),
+        ("partition", "--dataset", "mine"),
+    ):
+        read_files.clear()
+        assert command(*arguments).code == 0
+        assert read_files == ["mine.npz"], arguments
+
+
+# Identities between methods.
 
 
 def test_fedobp_at_q_1_is_fedavg(tiny):
@@ -57,17 +73,17 @@ def test_fedobp_at_q_0_with_a_literal_start_is_local_only_up_to_ties(tiny):
     ours, alone = tiny.run("fedobp", q=0.0, start="literal"), tiny.run("local")
     for client in range(6):
         mine, theirs = vector(ours, client), vector(alone, client)
-        # Entries at the minimum score (those that nobody's training moved) are shared; they are equal anyway.
+        # Entries at the minimum score (those that no client's training moved) are shared; they are equal anyway.
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-12)
 
 
-def test_every_client_at_once_with_equal_sizes_averages_plainly():
+def test_a_round_of_all_clients_averages_their_models():
     """One full-participation round of FedAvg is the weighted mean of Local-Only's models."""
     federation = Federation(Config(**{**TINY, "rounds": 1, "participation": 1.0}))
-    alone, together = federation.run("local"), federation.run("fedavg")
+    alone, averaged = federation.run("local"), federation.run("fedavg")
     sizes = torch.tensor([federation.data.size(client, "train") for client in range(6)], dtype=torch.float64)
     models = torch.stack([vector(alone, client) for client in range(6)])
-    assert torch.allclose(vector(together), (sizes / sizes.sum()) @ models, rtol=0, atol=1e-12)
+    assert torch.allclose(vector(averaged), (sizes / sizes.sum()) @ models, rtol=0, atol=1e-12)
 
 
 def test_fedper_without_a_second_client_keeps_its_head(tiny):
@@ -81,15 +97,6 @@ def test_fedper_without_a_second_client_keeps_its_head(tiny):
     assert all(torch.equal(vector(result, c)[:-HEAD_SIZE], vector(result)[:-HEAD_SIZE]) for c in range(6))
 
 
-@pytest.mark.essential
-def test_fedobps_download_counts_values_and_positions(tiny):
-    result = tiny.run("fedobp", q=0.9)
-    full = 8 * MLP_SIZE * 3
-    assert result.bytes.up_per_round == full
-    # A seen client's download lacks 961 values of 8 bytes and carries 961 positions of 4, or a bitmap of 1,202.
-    assert full - 3 * 961 * 8 + 3 * 1202 <= result.bytes.down_per_round < full
-
-
 @pytest.mark.parametrize(
     ("method", "low", "high"),
     [
@@ -101,7 +108,7 @@ def test_fedobps_download_counts_values_and_positions(tiny):
         ("fedobp", 10, 10),
     ],
 )
-def test_personal_entries_once_everyone_was_seen(method, low, high):
+def test_personal_entries_after_all_clients_have_trained(method, low, high):
     federation = Federation(Config(**{**TINY, "participation": 1.0, "rounds": 2}))
     personal = federation.run(method).personal
     assert (personal.min, personal.max) == (low, high)
@@ -109,77 +116,13 @@ def test_personal_entries_once_everyone_was_seen(method, low, high):
     assert personal.share == pytest.approx(low / MLP_SIZE)
 
 
-def test_clients_never_seen_are_served_the_global_model():
-    federation = Federation(Config(**{**TINY, "rounds": 1, "participation": 0.1}))
-    (seen,) = next(cohorts(federation.config)).tolist()
-    for method in ("fedobp", "fedavg-last"):
-        result = federation.run(method)
-        assert all(torch.equal(vector(result, c), vector(result)) for c in range(6) if c != seen)
-        assert result.personal.min == 0
-
-
-def test_last_is_the_own_last_model_and_the_global_one_for_the_unseen(tiny):
-    served, averaged = tiny.run("fedavg-last"), tiny.run("fedavg")
-    assert served.accuracy == served.last == averaged.last
-    assert averaged.accuracy != averaged.last
-
-
-def test_history_holds_every_evaluation_and_the_last_round():
-    federation = Federation(Config(**{**TINY, "rounds": 5, "eval_every": 2}))
-    result = federation.run("fedavg")
-    assert [point[0] for point in result.history] == [2, 4, 5]
-    assert result.history[-1][1:] == (result.accuracy.pooled, result.accuracy.client_mean)
-
-
-def test_evaluating_more_often_changes_no_result(tiny):
-    often = Federation(Config(**{**TINY, "eval_every": 1})).run("fedobp", ema=0.5, q=0.9)
-    rarely = Federation(Config(**{**TINY, "eval_every": 4})).run("fedobp", ema=0.5, q=0.9)
-    assert often.accuracy == rarely.accuracy
-    assert torch.equal(vector(often), vector(rarely))
-
-
-def test_fine_tuning_is_reported_beside_and_not_stored(tiny):
-    tuned = Federation(Config(**TINY, finetune_epochs=5)).run("fedavg")
-    plain = tiny.run("fedavg")
-    assert plain.finetuned is None
-    assert tuned.accuracy == plain.accuracy
-    assert tuned.finetuned.pooled > tuned.accuracy.pooled
-    served = tiny.run("fedavg-ft", finetune=5)
-    assert served.accuracy == tuned.finetuned
-
-
-def test_fine_tuning_under_a_cosine_takes_the_full_learning_rate():
-    tuned = Federation(Config(**{**TINY, "lr_schedule": "cosine", "rounds": 20, "finetune_epochs": 5})).run("fedavg")
-    assert tuned.finetuned.pooled > tuned.accuracy.pooled + 10
-
-
-def test_validation_comes_from_training_data_only(tiny):
-    result = Federation(Config(**TINY, val_ratio=0.2)).run("fedavg")
-    assert result.validation is not None
-    assert set(result.to_json()["validation"]) == set(result.to_json()["accuracy"])
-    assert tiny.run("fedavg").validation is None
-    assert result.accuracy.majority_class == pytest.approx(tiny.run("fedavg").accuracy.majority_class, abs=5)
-
-
-def test_the_paper_protocol_reports_the_best_of_its_rounds():
-    federation = Federation(
-        Config(clients=4, participation=0.25, rounds=200, epochs=1, model="mlp", protocol="paper", eval_every=100)
-    )
-    result = federation.run("fedavg")
-    assert result.protocol.rounds == (100, 200)
-    assert result.accuracy.pooled == max(point[1] for point in result.history)
+# Runs and samples of a federation.
 
 
 def test_a_runs_options_extend_the_configurations_for_the_same_method():
     federation = Federation(Config(**TINY, options={"q": 0.5}))
     assert federation.run("fedobp", score="product").config.options["q"] == 0.5
     assert federation.run("fedavg").config.options == {}
-
-
-def test_momentum_weight_decay_and_schedule_change_the_result(tiny):
-    plain = vector(tiny.run("fedavg"))
-    for change in ({"momentum": 0.9}, {"weight_decay": 0.1}, {"lr_schedule": "cosine"}, {"lr": 0.02}, {"seed": 1}):
-        assert not torch.equal(plain, vector(Federation(Config(**{**TINY, **change})).run("fedavg")))
 
 
 @pytest.mark.parametrize(
@@ -197,40 +140,6 @@ def test_every_option_of_fedobp_changes_something(options):
     federation = Federation(Config(**{**TINY, "rounds": 6, "options": {"q": 0.9}}))
     plain, changed = federation.run("fedobp"), federation.run("fedobp", **options)
     assert not all(torch.equal(vector(plain, client), vector(changed, client)) for client in range(6))
-
-
-@pytest.mark.parametrize("engine", ["serial", "lanes"])
-@pytest.mark.parametrize("eval_every", [1, 50])
-def test_a_diverging_run_names_round_and_client_and_keeps_its_metrics(tmp_path, engine, eval_every):
-    # Each step multiplies the weights by 1 - 0.01 * 400 = -3: float32 overflows after a dozen rounds.
-    wild = {"weight_decay": 400.0, "rounds": 50, "precision": "fp32", "eval_every": eval_every}
-    federation = Federation(Config(**{**TINY, **wild, "engine": engine}))
-    with pytest.raises(FedobpError, match=r"round \d+, client \d: .* smaller --weight-decay") as caught:
-        federation.run("fedavg", out=tmp_path / "run")
-    reached = int(str(caught.value).split()[1].rstrip(","))
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["round"] for line in lines] == list(range(1, reached))
-    assert reached > 2
-
-
-@pytest.mark.parametrize("engine", ["serial", "lanes"])
-def test_a_run_whose_fine_tuning_diverges_keeps_its_metrics(tmp_path, engine):
-    settings = {"weight_decay": 400.0, "rounds": 2, "precision": "fp32", "finetune_epochs": 30, "engine": engine}
-    with pytest.raises(FedobpError, match=r"round 2, client 0: .* smaller --weight-decay"):
-        Federation(Config(**{**TINY, **settings})).run("fedavg", out=tmp_path / "run")
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["round"] for line in lines] == [1, 2]
-
-
-def test_every_round_is_written_down_before_the_next_one_on_the_cpu(tmp_path):
-    seen = []
-
-    def look(at):
-        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-        seen.append((at.round, len(lines)))
-
-    Federation(Config(rounds=4, eval_every=4, clients=8, model="mlp")).run(out=tmp_path / "run", progress=look)
-    assert seen == [(1, 1), (2, 2), (3, 3), (4, 4)]
 
 
 def test_federations_beside_each_other_share_their_samples_and_nothing_else():
@@ -252,9 +161,9 @@ def test_federations_beside_each_other_share_their_samples_and_nothing_else():
 
 @pytest.mark.parametrize("save", ["all", "none"])
 def test_a_run_leaves_nothing_behind_in_the_temporary_folder(monkeypatch, tmp_path, save):
+    kept = Federation(Config(**TINY)).run("fedobp", q=0.9)  # torch makes a folder of its own when it is used first
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    config = Config(**{**TINY, "store_memory": 1e-9, "save_models": save})
-    spilled, kept = Federation(config).run("fedobp", q=0.9), Federation(Config(**TINY)).run("fedobp", q=0.9)
+    spilled = Federation(Config(**{**TINY, "store_memory": 1e-9, "save_models": save})).run("fedobp", q=0.9)
     assert all(torch.equal(vector(spilled, client), vector(kept, client)) for client in range(6))
     assert not list(tmp_path.iterdir())
 
@@ -313,95 +222,48 @@ def test_fedobp_beats_fedavg_and_local_only_on_the_demo(seed):
     assert ours.accuracy.pooled > alone.accuracy.pooled
 
 
-def test_the_package_offers_exactly_its_public_names():
-    assert all(hasattr(fedobp, name) for name in fedobp.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'Fedration'"):
-        _ = fedobp.Fedration
+# Partitions.
 
 
-# Turns, and rounds of everyone.
+def test_every_partition_runs(wards):
+    for name in PARTITIONERS:
+        given = {"clients": 3, "rounds": 1, "alpha": 5.0, "epochs": 1, "partition": name, "dataset": "wards"}
+        options = {"change": "noise"} if name == "feature" else {}
+        federation = Federation(Config(**given, partition_options=options))
+        assert federation.run("fedavg").accuracy.pooled > 0
+        assert federation.data.clients == 3
 
 
-@dataclass(frozen=True)
-class Relay(FedAvg):
-    """One client after the other trains the model that the one before it left; in round 2 all do before the cohort."""
-
-    name: ClassVar[str] = "relay"
-    summary: ClassVar[str] = "a relay"
-    paper: ClassVar[str] = "none"
-
-    @property
-    def together(self):
-        return False
-
-    def turns(self, round, rounds):
-        return ("everyone", "cohort") if round == 2 else ("cohort",)
-
-    def aggregate(self, model, ctx, server, records, up, n):
-        assert len(ctx.cohort) == len(n) == 1
-        return {"theta": up["theta"][0]}, records
+def test_data_without_natural_clients_has_no_natural_partition():
+    with pytest.raises(FedobpError, match="--partition natural needs the client of each sample"):
+        Federation(Config(partition="natural"))
 
 
-@pytest.fixture
-def relay(monkeypatch):
-    monkeypatch.setitem(METHODS, "relay", Relay)
-
-
-def relayed(config):
-    """The same in plain words, with the serial engine's own clients."""
-    federation = Federation(config)
-    model, data = federation.model, federation.data
-    theta, engine = model.initial(config.seed).double(), Serial(model, config.batch_size)
-    clients = ClientPool(data, {}, theta, config.seed, Budget())
-    hparams = {"lr": config.lr, "momentum": 0.0, "weight_decay": 0.0}
-    for round, cohort in enumerate(cohorts(config), start=1):
-        for client in [*(range(config.clients) if round == 2 else []), *cohort.tolist()]:
-            ctx = RoundContext(None, round, config.rounds, config.clients, config.epochs, torch.tensor([client]))
-            [answer] = engine.train(
-                [
-                    PoolJob(
-                        ctx,
-                        Relay().client_update(with_model(model, ctx)),
-                        hparams,
-                        {"theta": theta[None]},
-                        clients=clients,
-                    )
-                ]
-            )
-            theta = answer.upload["theta"][0]
-    return theta
-
-
-@pytest.mark.usefixtures("relay")
-@pytest.mark.parametrize("engine", ["serial", "lanes"])
-def test_clients_may_take_turns(engine, tmp_path):
-    config = Config(clients=5, participation=0.6, rounds=3, epochs=1, precision="fp64", engine=engine, model="mlp")
-    result = Federation(config).run("relay", out=tmp_path / "run")
-    found = torch.cat([tensor.flatten() for tensor in result.state_dict().values()])
-    torch.testing.assert_close(found, relayed(config), rtol=0, atol=1e-10)
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [len(line["cohort"]) for line in lines] == [3, 8, 3]
-    assert lines[1]["cohort"][:5] == [0, 1, 2, 3, 4]
-    size = 8 * len(found)
-    assert [line["bytes_up"] for line in lines] == [3 * size, 8 * size, 3 * size]
-    assert all(line["loss"] > 0 for line in lines)
-    assert result.compute.visit == pytest.approx(1, abs=0.01)  # one epoch in each of the 14 visits
-
-
-@pytest.mark.usefixtures("relay")
-def test_turns_go_side_by_side_with_other_runs():
-    given = {"clients": 5, "participation": 0.6, "rounds": 3, "epochs": 1, "precision": "fp64", "model": "mlp"}
-    configs = [
-        Config(**given, method=method, seed=seed) for method, seed in (("relay", 1), ("fedavg", 2), ("relay", 3))
-    ]
-    for config, result in zip(configs, sweep(configs), strict=True):
+def test_runs_with_other_features_do_not_share_samples():
+    configs = [Config(**TINY, partition="feature", partition_seed=seed, seed=1) for seed in (1, 2, 1)]
+    results = sweep(configs)
+    for config, result in zip(configs, results, strict=True):
         alone = Federation(config).run()
-        assert (alone.accuracy, alone.bytes) == (result.accuracy, result.bytes)
+        assert (result.accuracy, result.partition) == (alone.accuracy, alone.partition)
+    assert results[0].accuracy == results[2].accuracy
+    first, second = (Federation(config) for config in configs[:2])
+    beside = Federation(configs[1], beside=first)
+    assert torch.equal(beside.data.x, second.data.x)
+    assert not torch.equal(first.data.x, second.data.x)
+    assert Federation(configs[2], beside=first).data is first.data
+    scaled = Federation(Config(**TINY, partition="feature", partition_seed=1, normalize="none"), beside=first)
+    assert torch.equal(scaled.data.x, first.data.x)
 
 
-@pytest.mark.usefixtures("relay")
-def test_a_turn_that_diverges_names_its_client():
-    config = Config(clients=5, participation=0.6, rounds=3, epochs=1, model="mlp", lr=1e9)
-    first = next(cohorts(config)).tolist()[0]
-    with pytest.raises(FedobpError, match=f"round 1, client {first}: "):
-        Federation(config).run("relay")
+def test_a_plain_federation_beside_a_changed_one_has_plain_samples():
+    changed = Federation(Config(**TINY, partition="feature"))
+    plain = Federation(Config(**TINY, partition="iid"), beside=changed)
+    assert torch.equal(plain.data.x[:, 0], torch.as_tensor(load("digits", data_dir()).x))
+
+
+def test_training_sees_rotated_images():
+    federation = Federation(Config(**TINY, partition="feature", normalize="none"))
+    digits, shards = load("digits", data_dir()), partition(load("digits", data_dir()).y, 6, kind="feature")
+    for client, shard in enumerate(shards):
+        upright = np.rot90(federation.data.inputs(client, "train")[:, 0].numpy(), -shard.change.turns, axes=(1, 2))
+        np.testing.assert_allclose(upright * 255, digits.x[shard.train], rtol=1e-5)

@@ -49,7 +49,7 @@ def exact_above(row: list[int], q: float) -> list[bool]:
 quantiles = st.one_of(
     st.sampled_from([0.0, 0.25, 0.29, 0.5, 0.57, 0.9, 0.99998, 1.0]),
     st.integers(0, 1000).map(lambda thousandths: thousandths / 1000),
-    st.hparams(0, 1),
+    st.floats(0, 1),
 )
 tied_rows = st.lists(st.integers(0, 6), min_size=1, max_size=40)
 matrices = st.tuples(st.integers(1, 4), st.integers(1, 12)).flatmap(
@@ -323,7 +323,7 @@ def test_inputs_are_not_changed():
 
 
 @checked
-@given(record=tied_rows, q=quantiles)
+@given(row=tied_rows, q=quantiles)
 def test_above_equals_the_definition_in_exact_fractions(row, q):
     assert above(torch.tensor(row, dtype=torch.float64), q).tolist() == exact_above(row, q)
     assert above(torch.tensor(row, dtype=torch.float32), q).tolist() == exact_above(row, q)
@@ -338,7 +338,7 @@ def test_count_above_equals_its_formula_in_exact_decimals(n, q):
 
 
 @checked
-@given(record=tied_rows)
+@given(row=tied_rows)
 def test_q_one_makes_nothing_personal_and_q_zero_all_but_the_minimum(row):
     score = torch.tensor(row, dtype=torch.float32)
     assert not above(score, 1.0).any()
@@ -346,7 +346,7 @@ def test_q_one_makes_nothing_personal_and_q_zero_all_but_the_minimum(row):
 
 
 @checked
-@given(record=tied_rows, low=quantiles, high=quantiles)
+@given(row=tied_rows, low=quantiles, high=quantiles)
 def test_a_larger_q_never_makes_more_personal(row, low, high):
     score = torch.tensor(row, dtype=torch.float32)
     wide, narrow = above(score, min(low, high)), above(score, max(low, high))
@@ -372,7 +372,7 @@ def test_permuting_entries_permutes_masks(rows, q, random):
 
 
 @checked
-@given(record=st.lists(st.hparams(0, 1e6, width=32), min_size=2, max_size=40), q=quantiles)
+@given(row=st.lists(st.floats(0, 1e6, width=32), min_size=2, max_size=40), q=quantiles)
 def test_global_norm_gives_the_mask_of_no_norm(row, q):
     score = torch.tensor(row, dtype=torch.float32)
     scaled = scale_global(score)
@@ -388,7 +388,7 @@ def test_layer_norm_can_give_another_mask():
 
 
 @checked
-@given(record=st.lists(st.integers(-1000, 1000), min_size=1, max_size=40), q=quantiles)
+@given(row=st.lists(st.integers(-1000, 1000), min_size=1, max_size=40), q=quantiles)
 def test_the_squared_score_chooses_by_distance_alone(row, q):
     client, shared = torch.tensor(row, dtype=torch.float64), torch.tensor(7.0, dtype=torch.float64)
     assert above(squared(client, shared), q).equal(above((client - shared).abs(), q))

@@ -5,6 +5,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import pytest
+
 import fedobp
 
 ROOT = Path(__file__).parent.parent
@@ -69,3 +71,9 @@ def test_the_wheel_works_in_an_empty_environment_outside_the_clone(ran, tmp_path
     where = done(bin_folder / "python", "-c", "import fedobp; print(fedobp.__file__)").out
     assert where.startswith(str(tmp_path))
     assert (Path(where.strip()).parent / "py.typed").exists()
+
+
+def test_the_package_offers_exactly_its_public_names():
+    assert all(hasattr(fedobp, name) for name in fedobp.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Fedration'"):
+        _ = fedobp.Fedration

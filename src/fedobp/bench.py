@@ -167,6 +167,12 @@ def stand_in(config: Config) -> Dataset | None:
     return None if info.available else noise(info.name, info.shape, REGISTRY[info.name].samples, info.classes)
 
 
+def source(config: Config) -> Dataset:
+    """Read the dataset that settings name; random images replace a file that is not there."""
+    check_names(config)
+    return stand_in(config) or load(config.dataset, data_dir(config.data_dir))
+
+
 def steps_by_round(config: Config, data: FederatedData, who: Iterable[Tensor] | None = None) -> list[int]:
     """Return how many steps each round's cohort takes: those of all rounds, or of the cohorts `who`."""
     by_client = [
@@ -203,36 +209,43 @@ def peak(device: torch.device, precision: Precision, seconds: float) -> float:
 
 
 def bench(
-    config: Config, *, runs: int = 1, seconds: float = 30.0, progress: Callable[[str, float], None] | None = None
-) -> tuple[Bench, Config]:
-    """Measure both engines in about as many seconds; return what was measured, and the resolved settings.
+    config: Config,
+    *,
+    runs: int = 1,
+    seconds: float = 30.0,
+    progress: Callable[[str, float], None] | None = None,
+    dataset: Dataset | None = None,
+) -> Bench:
+    """Measure both engines in about as many seconds; `dataset` is the `source` of the settings, if it is read.
 
-    `progress` is called with the name of the current part, and the share of the time that has passed.
-
-    Runs differ in their seeds and share a partition.
+    `progress` is called with the name of the current part, and the share of the time that has passed. Runs differ in
+    their seeds and share a partition.
     """
     if not 1 <= seconds <= _LONGEST:
         raise FedobpError(f"--seconds must be between 1 and {_LONGEST:.0f}, not {seconds:g}")
     if not 1 <= runs <= _MOST_RUNS:
         raise FedobpError(f"--runs must be between 1 and {_MOST_RUNS}, not {runs}")
-    session = _Session(config, runs, seconds, progress or (lambda what, share: None))
-    return session.measure(), session.resolved
+    return _Session(config, runs, seconds, progress or (lambda what, share: None), dataset).measure()
 
 
 class _Session:
     """One measurement: the federation, and the time that it may take."""
 
-    def __init__(self, config: Config, runs: int, seconds: float, progress: Callable[[str, float], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        runs: int,
+        seconds: float,
+        progress: Callable[[str, float], None],
+        dataset: Dataset | None,
+    ) -> None:
         self._begun, self._seconds, self._progress = time.perf_counter(), seconds, progress
         progress("data", 0.0)
-        check_names(config)
-        noisy = stand_in(config)
-        self._random = noisy is not None
-        source = noisy or load(config.dataset, data_dir(config.data_dir))
-        config, self._method = resolve(config, source)
-        self.resolved = config
-        self._federation = Federation.resolved(source, config, self._method)
-        self._dataset, self._shards = assign(config, source)
+        dataset = dataset or source(config)
+        self._random = not describe(config.dataset, data_dir(config.data_dir)).available
+        config, self._method = resolve(config, dataset)
+        self._federation = Federation.resolved(dataset, config, self._method)
+        self._dataset, self._shards = assign(config, dataset)
         self._model, self._data = self._federation.model, self._federation.data
         self._device = self._data.x.device
         self._asked = config.batch_size
@@ -326,7 +339,7 @@ class _Session:
         """
         budget = Budget(memory_for(self._config, "store"))
         # No round is evaluated here: that is measured by itself.
-        silent = [replace(one, rounds=_NEVER, eval_every=_NEVER) for one in self._configs]
+        silent = [replace(one, rounds=_NEVER, eval_every=_NEVER, protocol="default") for one in self._configs]
         plans = [self._federation.plan(one, self._method) for one in silent]
         trials = [simulate(plan, engine, budget) for plan in plans]
         order = self._typical()

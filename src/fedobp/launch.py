@@ -34,7 +34,7 @@ from fedobp.evaluation import Evaluator
 from fedobp.method import CohortUpdate, Method
 from fedobp.models import Model
 from fedobp.result import Result
-from fedobp.run import Run, open_folder
+from fedobp.run import Run
 
 T = TypeVar("T")
 Round = Generator[ClientJob, CohortUpdate, None]
@@ -165,7 +165,7 @@ def simulate(
         evaluator,
         budget,
         global_gradient=partial(global_gradient, model, data, config.precision),
-        folder=open_folder(out, config, partition, launch) if out else None,
+        out=out,
         partition=partition,
         metadata={"method": config.method, "model": config.model, **data.metadata()},
         keep_models=keep_models,

@@ -37,14 +37,19 @@ class Options:
 
     @classmethod
     def configure(cls, given: Mapping[str, Option]) -> Self:
-        """Return it with the given options, each checked against its field's type, range and choices."""
+        """Return it with the given options, each checked."""
+        return cls(**cls.check_options(given))
+
+    @classmethod
+    def check_options(cls, given: Mapping[str, Option]) -> dict[str, Option]:
+        """Return the given options, each checked against its field's type, range and choices."""
         known = {f.name: f for f in cls.options()}
         for name in given:
             if name not in known:
                 if not known:
                     raise FedobpError(f"{cls.kind} '{cls.name}' has no options, so '{short(name)}' cannot be set")
                 raise unknown(f"option of {cls.name}", name, known)
-        return cls(**{name: _check_option(cls.name, known[name], value) for name, value in given.items()})
+        return {name: _check_option(cls.name, known[name], value) for name, value in given.items()}
 
 
 def broken_bound(

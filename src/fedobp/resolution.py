@@ -29,10 +29,17 @@ def check_names(config: Config) -> None:
     """Refuse what is wrong whatever the dataset is, before it is read."""
     if config.model is not None and config.model not in NETS:
         raise unknown("model", config.model, NETS)
-    if config.partition is not None and config.partition not in PARTITIONERS:
-        raise unknown("partition", config.partition, PARTITIONERS)
-    method_class(config.method)
+    partition = "dirichlet" if config.partition is None else config.partition
+    if partition not in PARTITIONERS:
+        raise unknown("partition", partition, PARTITIONERS)
+    if config.partition_file is None:
+        PARTITIONERS[partition].check_options(config.partition_options)
+    if config.rounds is not None:
+        protocol(config.protocol, config.rounds)
     _machine(config)
+    method = method_class(config.method)
+    with attributing_errors(method):
+        method.check_options(config.options)
 
 
 def resolve(config: Config, dataset: Dataset) -> tuple[Config, Method]:

@@ -42,7 +42,7 @@ class Run:
         budget: Budget,
         *,
         global_gradient: Callable[[Tensor], Tensor] | None = None,
-        folder: RunFolder | None = None,
+        out: Path | None = None,
         partition: str = "",
         metadata: Mapping[str, Any] | None = None,
         keep_models: bool = True,
@@ -54,9 +54,10 @@ class Run:
         self._sampler, self._evaluator, self._global_gradient = Sampler(config), evaluator, global_gradient
         self._protocol = protocol(config.protocol, config.rounds)
         self._models = ClientModels(model.layout, self.server["theta"])
-        self._folder, self._partition, self._metadata = folder, partition, metadata or {}
-        self._keep_models = keep_models or (folder is not None and config.save_models == "all")
+        self._partition, self._metadata = partition, metadata or {}
+        self._keep_models = keep_models or (out is not None and config.save_models == "all")
         self._launch = launch  # all runs that train side by side, in order
+        self._folder = _open_folder(out, config, partition, launch) if out else None  # last: a run that starts has one
 
     def plan(self, number: int) -> list[ClientJob]:
         """Return what a round asks of its cohorts, but for what it sends them: a pure function of the round.
@@ -188,6 +189,6 @@ class Run:
         return result
 
 
-def open_folder(out: Path, config: Config, partition: str, launch: Sequence[Config]) -> RunFolder:
+def _open_folder(out: Path, config: Config, partition: str, launch: Sequence[Config]) -> RunFolder:
     """Take a folder for a run, and write what runs there."""
     return RunFolder(out, f"# Partition {partition}\n{side_by_side(launch)}{config.to_toml()}")

@@ -67,6 +67,10 @@ class SweepPlan:
         """Return the runs that cannot start."""
         return _failed(self.asked, self.failures)
 
+    def bug(self) -> BaseException | None:
+        """Return the first failure that is no user error."""
+        return _first_bug(self.failures)
+
     def without_failures(self) -> "SweepPlan":
         """Return the plan of the runs that can start, counted anew."""
         place = {run: at for at, run in enumerate(self.configs)}
@@ -85,7 +89,7 @@ def plan_sweep(
     """
     asked = list(configs)
     datasets: dict[tuple[object, ...], Dataset | BaseException] = {}
-    if dataset is not None:
+    if dataset is not None and asked:
         datasets[source_key(asked[0])] = dataset
     resolved: dict[int, Config] = {}
     methods: dict[int, Method] = {}
@@ -167,8 +171,7 @@ def sweep(
                 # Whole personal models of every run would fill the memory.
                 results[run] = result if keep_models else replace(result, models=result.models.without_clients())
     if failures:
-        bugs = [error for error in failures.values() if not isinstance(error, FedobpError)]
-        raise SweepError(results, _failed(plan.asked, failures)) from (bugs[0] if bugs else None)
+        raise SweepError(results, _failed(plan.asked, failures)) from _first_bug(failures)
     return [result for result in results if result is not None]
 
 
@@ -177,6 +180,10 @@ def _failed(configs: Sequence[Config], failures: Mapping[int, BaseException]) ->
     return [
         Failure(configs[run].method, configs[run].seed, _sentence(error)) for run, error in sorted(failures.items())
     ]
+
+
+def _first_bug(failures: Mapping[int, BaseException]) -> BaseException | None:
+    return next((error for error in failures.values() if not isinstance(error, FedobpError)), None)
 
 
 def _sentence(error: BaseException) -> str:

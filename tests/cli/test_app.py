@@ -114,7 +114,9 @@ def test_a_bug_is_not_hidden(monkeypatch):
 
 @pytest.mark.filterwarnings("default")
 def test_a_warning_is_a_note_in_one_line(command, monkeypatch):
-    monkeypatch.setattr("fedobp.engine.lanes.fused_for", lambda *_: warnings.warn("no kernels here", stacklevel=1))
+    monkeypatch.setattr(
+        "fedobp.engine.lanes.engine.fused_for", lambda *_: warnings.warn("no kernels here", stacklevel=1)
+    )
     said = command("run", *TINY)
     assert said.code == 0
     assert "note: no kernels here\n" in said.err

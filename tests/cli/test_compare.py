@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from cli.cases import TINY
+from fedobp import FedobpError
+from fedobp.algorithms import METHODS
+from fedobp.algorithms.fedavg import FedAvg
 
 
 def test_compare_prints_one_table_and_writes_every_run(command):
@@ -61,3 +64,83 @@ def test_both_engines_give_the_same_table(command):
         for engine in ("lanes", "serial")
     )
     assert lanes["table"] == serial["table"]
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--methods", "fedvag"), "did you mean 'fedavg'"),
+        (("--methods", "fedobp", "--set", "qq=1"), "did you mean 'q'"),
+        (("--methods", "fedavg", "--q", 1), "none of these methods has options"),
+        (("--model", "none"), "unknown model 'none'"),
+        (("--partition-set", "k=2"), "partition 'dirichlet' has no options"),
+        (("--protocol", "paper", "--rounds", 5), "use at least 100 rounds"),
+        ((), "dataset 'mnist' is not in"),
+    ],
+)
+def test_what_is_wrong_whatever_the_dataset_is_is_said_before_it_is_missed(command, flags, sentence):
+    said = command("compare", "--dataset", "mnist", *flags)
+    assert (said.code, said.out, said.err.count("\n")) == (2, "", 1)
+    assert sentence in said.err
+    assert not Path("runs").exists()
+
+
+def test_an_option_that_is_wrong_for_one_method_fails_its_runs_alone(command):
+    said = command("compare", *TINY, "--methods", "fedprox,fedavg", "--seeds", 2, "--set", "mu=-1", "--json")
+    assert said.code == 2
+    assert [(run["method"], run["seed"]) for run in said.json["runs"]] == [("fedavg", 42), ("fedavg", 43)]
+    assert [(one["method"], one["seed"]) for one in said.json["failed"]] == [("fedprox", 42), ("fedprox", 43)]
+    [line] = said.err.splitlines()
+    assert line.startswith("error: fedprox, seeds 42, 43: option 'mu' of fedprox must be")
+
+
+def test_failures_of_a_repeated_comparison_are_in_the_order_of_its_runs(command):
+    Path("compare.toml").write_text(
+        """version = 1
+launches = [["fedprox-seed1", "local-seed4294967296", "fedavg-seed1"], ["fedprox-seed2"]]
+[settings]
+clients = 5
+rounds = 1
+model = "mlp"
+[methods.fedprox]
+mu = -1
+[methods.local]
+[methods.fedavg]
+"""
+    )
+    said = command("compare", "--config", "compare.toml", "--json")
+    assert [run["method"] for run in said.json["runs"]] == ["fedavg"]
+    assert [(one["method"], one["seed"]) for one in said.json["failed"]] == [
+        ("fedprox", 1),
+        ("local", 2**32),
+        ("fedprox", 2),
+    ]
+
+
+def test_methods_none_of_which_can_be_loaded_are_named(command, monkeypatch):
+    def broken(name):
+        raise FedobpError(f"method '{name}' cannot be loaded")
+
+    monkeypatch.setattr("fedobp.algorithms.method_class", broken)
+    monkeypatch.setattr("fedobp.algorithms.names", lambda: ["one", "two"])
+    said = command("compare", "--methods", "one,two")
+    assert (said.code, said.out) == (2, "")
+    assert said.err == (
+        "error: one, seed 42: method 'one' cannot be loaded\nerror: two, seed 42: method 'two' cannot be loaded\n"
+    )
+    assert not Path("runs").exists()
+
+
+def test_a_bug_in_the_plan_of_a_run_is_shown_with_its_traceback(command, monkeypatch):
+    class Buggy(FedAvg):
+        pass
+
+    monkeypatch.setitem(METHODS, "buggy", Buggy)
+    monkeypatch.setattr("fedobp.sweeps.resolve", lambda config, dataset: 1 / 0)
+    said = command("compare", *TINY, "--methods", "buggy")
+    assert said.code == 2
+    assert "Traceback" in said.err
+    assert "ZeroDivisionError" in said.err.splitlines()[-1]

@@ -1,8 +1,11 @@
-"""`fedobp partition`: its JSON, its heat map and its picture."""
+"""`fedobp partition`: its JSON, its heat map, its picture, its options and what it saves."""
 
+import re
 from pathlib import Path
 
 import pytest
+
+from fedobp.data import PARTITIONERS
 
 
 def test_partition_json_counts_every_sample_once(command):
@@ -34,3 +37,49 @@ def test_a_picture_in_place_of_a_folder_is_refused(command):
     said = command("partition", "--plot", "map.png")
     assert (said.code, said.out) == (2, "")
     assert "cannot write map.png" in said.err
+
+
+def test_partition_json_has_exactly_the_documented_shape(command, wards):
+    found = command("partition", "--dataset", "wards", "--partition", "natural", "--holdout-clients", 1, "--json").json
+    assert set(found) == {"clients", "entropy", "entropy_of_all", "emd", "hash"}
+    assert [set(client) for client in found["clients"]] == [
+        {"id", "train", "val", "test", "labels", "entropy", "emd", "held_out", "turns", "noise", "name"}
+    ] * 7
+    assert sorted(client["name"] for client in found["clients"]) == [f"ward {n}" for n in range(7)]
+    assert [client["held_out"] for client in found["clients"]] == [False] * 6 + [True]
+    first = command("partition", "--partition", "feature", "--json").json["clients"][0]
+    assert "name" not in first
+
+
+def test_the_help_and_the_docs_name_every_partition_and_option(command):
+    said = " ".join(command("partition", "--help").out.replace("│", " ").split())
+    docs = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    for name, partitioner in PARTITIONERS.items():
+        assert re.search(rf"[ ,]{name}[ ,]", said), name
+        [row] = [line for line in docs.splitlines() if line.startswith(f"| `{name}` |")]
+        for option in partitioner.options():
+            assert re.search(rf"[ ,]{option.name}( and \w+)? of {name}[ ,.]|{option.name} of {name}", said), option.name
+            assert re.search(rf"`{option.name}[`=]", row), option.name
+
+
+def test_a_partition_option_is_refused_with_the_nearest_or_with_its_form(command):
+    classes = ("partition", "--partition", "classes")
+    assert "such as --partition-set k=3" in command(*classes, "--partition-set", "k").err
+    assert (
+        "option 'k' of classes must be a whole number, not 'many'" in command(*classes, "--partition-set", "k=many").err
+    )
+    assert "has no options" in command("partition", "--partition-set", "k=2").err
+
+
+def test_saving_twice_under_one_name_is_refused(command):
+    assert command("partition", "--clients", 6, "--save", "six").code == 0
+    said = command("partition", "--clients", 6, "--save", "six")
+    assert said.code == 2
+    assert "exists already" in said.err
+
+
+def test_the_next_command_is_printed_with_a_saved_partition(command):
+    said = command("partition", "--clients", 6, "--save", "six")
+    assert "fedobp run --dataset digits --partition-file six" in said.out
+    said = command("partition", "--clients", 6, "--save", "again", "--data-dir", "here")
+    assert "fedobp run --dataset digits --data-dir here --partition-file again" in said.out

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedobp
-from cli.cases import TINY
+from cli.cases import TINY, write_npz
 from fedobp.storage import load_state_dict
 
 ACCURACY = {"pooled", "client_mean", "client_std", "worst_decile", "balanced", "majority_class"}
@@ -105,6 +105,26 @@ def test_a_refused_run_makes_no_folder(command):
     command("run", "--clients", 400)
     command("run", "--dataset", "mnist")
     assert not Path("runs").exists()
+
+
+def test_a_run_that_cannot_start_leaves_no_folder(command):
+    """Its samples suffice for a partition, and no client has one to test with."""
+    write_npz("few.npz", n=12, shape=(3,), labels=2)
+    command("data", "import", "few", "few.npz")
+    for out in ((), ("--out", "here")):
+        said = command("run", "--dataset", "few", "--clients", 6, "--partition", "iid", *out)
+        assert said.code == 2
+        assert "no client has a sample to evaluate on" in said.err
+    assert not list(Path("runs").iterdir())
+    assert not Path("here").exists()
+
+
+def test_the_note_about_chosen_values_comes_before_an_error(command):
+    write_npz("few.npz", n=3, shape=(3,), labels=2)
+    command("data", "import", "few", "few.npz")
+    note, error = command("run", "--dataset", "few").err.splitlines()
+    assert note.startswith("note: 'few' has no published settings: --clients 1 ")
+    assert error.startswith("error: 3 samples are fewer than 10")
 
 
 def test_an_unwritable_folder_is_refused(command):

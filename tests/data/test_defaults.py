@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from importer_cases import picture
+from resolved import resolved
 
 from fedobp import Config, Federation
 from fedobp.data import data_dir, default_clients_and_alpha, partition
@@ -77,12 +78,12 @@ def table(path, samples, labels=2, **more):
 
 def test_a_registered_dataset_has_fixed_defaults(folder, monkeypatch):
     monkeypatch.setenv("FEDOBP_DATA", str(folder))
-    assert [(Config(dataset=name).clients, Config(dataset=name).alpha) for name in ("digits", "svhn")] == [
-        (20, 0.1), (100, 0.1),
-    ]  # fmt: skip
     folder.mkdir()
-    np.savez(folder / "mnist.npz", x=np.zeros((300, 28, 28), np.uint8), y=np.arange(300) % 10)
-    assert (Config(dataset="mnist").clients, Config(dataset="mnist").alpha) == (100, 0.1)
+    for name, shape in (("mnist", (28, 28)), ("svhn", (32, 32, 3))):
+        np.savez(folder / f"{name}.npz", x=np.zeros((300, *shape), np.uint8), y=np.arange(300) % 10)
+    for name, clients in (("digits", 20), ("mnist", 100), ("svhn", 100)):
+        config = resolved(dataset=name)
+        assert (config.clients, config.alpha) == (clients, 0.1)
 
 
 def test_python_and_every_command_use_the_same_rule(command):
@@ -160,7 +161,7 @@ def test_the_printed_command_runs_on_images_in_a_folder_with_spaces_and_quotes(c
 def test_images_of_any_size_have_a_default_model(folder, side):
     folder.mkdir()
     np.savez(folder / "mine.npz", x=np.zeros((20, side, side, 3), np.uint8), y=np.arange(20) % 2)
-    config = Config(dataset="mine", data_dir=str(folder))
+    config = resolved(dataset="mine", data_dir=str(folder))
     assert config.model == ("mlp" if side < 4 else "cnn-small" if side < 16 else "cnn")
     Federation(config)
 

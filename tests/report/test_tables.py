@@ -1,14 +1,17 @@
 """Tables and heat maps in terminals of every width: nothing is cut."""
 
 import re
+from dataclasses import asdict
 
 import pytest
+from resolved import resolved
 from rich.console import Console
 
 import fedobp
-from fedobp.federation import deal
+from fedobp.bench import Bench, Speed
+from fedobp.federation import assign, read
 from fedobp.report.heat_map import heat_map
-from fedobp.report.tables import compare_table, datasets_table, methods_table, run_table, summarise
+from fedobp.report.tables import bench_table, compare_table, datasets_table, methods_table, run_table, summarise
 
 WIDTHS = [20, 40, 60, 80, 200]
 
@@ -39,7 +42,8 @@ def test_lists_and_maps_fit_too(command, columns):
     assert all(row["name"] in rendered(methods_table(rows), columns) for row in rows)
     rows = command("data", "list", "--json").json["datasets"]
     assert all(row["name"] in rendered(datasets_table(rows), columns) for row in rows)
-    dataset, shards = deal(fedobp.Config(clients=5, holdout_clients=1))
+    config = resolved(clients=5, holdout_clients=1)
+    dataset, shards = assign(config, read(config))
     shown = rendered(heat_map(dataset, shards, columns), columns)
     assert len([line for line in shown.splitlines() if re.match(r" {5}\d ", line)]) == 5  # a line for each client
 
@@ -52,3 +56,20 @@ def rendered(table, columns):
     assert "…" not in shown.get()
     assert max(map(len, shown.get().splitlines())) <= columns
     return shown.get()
+
+
+def test_a_fast_device_is_shown_in_larger_units():
+    rows = tuple(
+        Speed(name, 12.0, rate, 0.97, rate * 1e9, 0.5, 3e3 / rate, rate / 1e3, 0.1, hours * 3600.0)
+        for name, rate, hours in (("serial", 1e3, 2.5), ("lanes", 2e4, 0.01))
+    )
+    found = Bench(
+        "NVIDIA H200", 8, "tf32", "cifar10", True, 60_000, "cnn", 878_538, 100, 10, "iid", 0.1, 32, 5, 8, 400, 20,
+        713.2, 1.4e9, 4e13, rows, 31.0,
+    )  # fmt: skip
+    console = Console(width=120, color_system=None)
+    with console.capture() as shown:
+        console.print(bench_table(asdict(found)))
+    for word in ("TFLOP/s", "20.00x", "2 h 30 min", "36.0 s", "NVIDIA H200, tf32", "40.0 TFLOP/s", "97%", "IID",
+                 "one run's share of 8", "Random images in the shape of cifar10"):  # fmt: skip
+        assert word in " ".join(shown.get().split())

@@ -37,10 +37,14 @@ def bench(
     fedobp bench --dataset digits --participation 1 --seconds 10 --json
     """
     from fedobp.bench import bench as measure
+    from fedobp.bench import source
     from fedobp.report.tables import bench_table
+    from fedobp.resolution import resolve
 
+    asked = Config(**given)
+    dataset = source(asked)
+    config, _ = resolve(asked, dataset)
+    note_chosen(given, config)
     with task_progress() as advance:
-        measured, resolved = measure(Config(**given), runs=runs, seconds=seconds, progress=advance)
-    note_chosen(given, resolved)
-    found = asdict(measured)
+        found = asdict(measure(config, runs=runs, seconds=seconds, progress=advance, dataset=dataset))
     print_result(found if as_json else bench_table(found))

@@ -87,12 +87,14 @@ def compare(
         common = {**given, "partition_options": parse_pairs("--partition-set", partition_set)}
         requested, failed, dataset = _requested(common, methods, seeds, method_options(set_, q))
     made, refused = _make_configs(requested)
-    failed += refused
     plan = plan_sweep(made.values(), _launches(made, launches), dataset)
-    failed += plan.failed()
+    positions = list(made)
+    refused |= {positions[run]: one for run, one in zip(sorted(plan.failures), plan.failed(), strict=True)}
+    failed += [refused[position] for position in sorted(refused)]
+    bug = plan.bug()
     plan = plan.without_failures()
     if not plan.configs:
-        raise report_failures(SweepError([], failed))
+        raise report_failures(SweepError([], failed), bug)
     configs = list(plan.configs.values())
     head = f"# Repeat with: fedobp compare --config compare.toml\n{provenance()}"
     new = out is None or not out.exists()
@@ -100,7 +102,7 @@ def compare(
     claim(folder, "compare.toml", head + to_toml(configs, plan.launches))
     names = list(map(run_name, configs))
     try:
-        found, failures, bug = _train(plan, [folder / name for name in names])
+        found, failures, training_bug = _train(plan, [folder / name for name in names])
     finally:
         released = release(folder, "compare.toml", names, new)  # if no run has started, the folder can be used again
     failed += failures
@@ -113,7 +115,7 @@ def compare(
     if results:
         print_result(content if as_json else compare_table(results), f"Run folder: {folder}")
     if failed:
-        raise report_failures(SweepError(results, failed), bug)
+        raise report_failures(SweepError(results, failed), bug or training_bug)
 
 
 def _refuse_flags(context: typer.Context, *allowed: str) -> None:
@@ -142,14 +144,14 @@ def _requested(
         )
     # An error that concerns all runs is raised here, once.
     asked = Config(**{**given, "seed": span[-1], "method": "fedavg"})
-    dataset = read(asked)
-    common, _ = resolve(asked, dataset)
-    note_chosen(given, common)
-    given = {**given, "clients": common.clients, "alpha": common.alpha}
     loaded, failed = _load_methods(methods, span)
     fields = {name: [spec.name for spec in method.options()] for name, method in loaded.items()}
     if not failed:
         _check_options(options, fields)
+    dataset = read(asked)
+    common, _ = resolve(asked, dataset)
+    note_chosen(given, common)
+    given = {**given, "clients": common.clients, "alpha": common.alpha}
     chosen = {name: {option: options[option] for option in options if option in fields[name]} for name in loaded}
     requested = [{**given, "seed": seed, "method": name, "options": chosen[name]} for seed in span for name in loaded]
     return requested, failed, dataset
@@ -187,17 +189,17 @@ def _check_options(options: Iterable[str], fields: Mapping[str, Sequence[str]]) 
             raise unknown("option of these methods", option, existing)
 
 
-def _make_configs(requested: Sequence[Mapping[str, Any]]) -> "tuple[dict[int, Config], list[Failure]]":
+def _make_configs(requested: Sequence[Mapping[str, Any]]) -> "tuple[dict[int, Config], dict[int, Failure]]":
     """Return the valid configurations by position in `requested`, and a failure for each invalid one."""
     from fedobp.sweeps import Failure
 
     made: dict[int, Config] = {}
-    failed: list[Failure] = []
+    failed: dict[int, Failure] = {}
     for position, settings in enumerate(requested):
         try:
             made[position] = Config(**settings)
         except FedobpError as error:
-            failed.append(Failure(settings["method"], settings["seed"], str(error)))
+            failed[position] = Failure(settings["method"], settings["seed"], str(error))
     return made, failed
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from typing import Any
 
@@ -45,19 +45,27 @@ def run(
     fedobp run --dataset cifar10 --q 0.9999 --set score=product --protocol paper
     fedobp run --config runs/NAME/config.toml
     """
-    from fedobp.federation import Federation
+    from fedobp.federation import Federation, read
     from fedobp.report.tables import run_table
+    from fedobp.resolution import resolve
     from fedobp.storage import new_run_folder
 
     base = read_config(config) if config else {}
     options, partition_options = method_options(set_, q), parse_pairs("--partition-set", partition_set)
     merged = _merged(base, given, options, partition_options)
-    federation = Federation(Config(**merged))
-    resolved = federation.config
+    asked = Config(**merged)
+    dataset = read(asked)
+    resolved, method = resolve(asked, dataset)
     note_chosen(merged, resolved)
+    federation = Federation.resolved(dataset, resolved, method)
     folder = out or new_run_folder(f"{resolved.method}-{resolved.dataset}-seed{resolved.seed}")
-    with round_progress(1, resolved.rounds) as advance, redirect_stdout(sys.stderr):  # what plugins print
-        result = federation.run(out=folder, progress=partial(advance, resolved.method))
+    try:
+        with round_progress(1, resolved.rounds) as advance, redirect_stdout(sys.stderr):  # what plugins print
+            result = federation.run(out=folder, progress=partial(advance, resolved.method))
+    finally:
+        if out is None:
+            with suppress(OSError):  # the new folder is empty only if the run could not start
+                folder.rmdir()
     print_result(result.to_json() if as_json else run_table(result), f"Run folder: {folder}")
 
 

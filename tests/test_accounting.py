@@ -1,18 +1,17 @@
-"""What every method is charged for: bytes on the wire, passes over the data; and rounds in which nobody has any."""
+"""What every method is charged for: bytes on the wire, and passes over the data."""
 
 from collections import OrderedDict
 
-import numpy as np
 import pytest
 import torch
-from lanes_cases import vector
 from torch import nn
 
-from fedobp import Config, Federation
+from fedobp import Config, Federation, FedobpError
+from fedobp.accounting import Accounting
 from fedobp.algorithms import METHODS
-from fedobp.data import Shard
+from fedobp.engine import ClientJob
+from fedobp.method import CohortUpdate, RoundContext
 from fedobp.models import NETS
-from fedobp.sampling import cohorts
 
 TINY = {"clients": 6, "rounds": 2, "participation": 0.5, "epochs": 1, "model": "mlp", "precision": "fp32"}
 FIRST, BIAS, CLASSES, FEATURES = 64 * 128, 128, 10, 128
@@ -21,6 +20,8 @@ BASE = FIRST + BIAS
 ALL = BASE + HEAD
 GAUSSIANS = CLASSES * FEATURES + FEATURES * FEATURES
 SIMPLEX = BASE + CLASSES + 20 * CLASSES * FEATURES
+
+# Bytes of whole runs.
 
 # Numbers of 4 bytes that one client receives and sends; `fedobp`, `decoupled`, `pspfl`, `fedselect` and `seqfededt`,
 # which send a part of the model and its mask, are tested by themselves.
@@ -80,30 +81,50 @@ def test_passes_over_the_data_are_counted(method, options, visit, use, engine):
     assert result.to_json()["compute"] == {"visit": result.compute.visit, "use": result.compute.use}
 
 
-# Nobody has a sample.
-
-
+@pytest.mark.essential
 @pytest.mark.parametrize("engine", ["serial", "lanes"])
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "fedbn"])
-def test_a_round_of_clients_without_samples_changes_nothing(method, engine, monkeypatch):
-    """One client a round, and the first of them has nothing to train on: as if its round had not been."""
-    config = Config(clients=4, rounds=3, participation=0.25, epochs=1, model="mlp", precision="fp64", engine=engine)
-    who = [int(cohort) for cohort in cohorts(config)]
-    assert len(set(who)) > 1
+def test_fedobps_download_counts_values_and_positions(engine):
+    config = Config(**{**TINY, "rounds": 4, "precision": "fp64"}, engine=engine)
+    result = Federation(config).run("fedobp", q=0.9)
+    full = 8 * ALL * 3
+    assert result.bytes.up_per_round == full
+    # The download of a client that has trained lacks 961 values of 8 bytes and carries 961 positions of 4, or a bitmap
+    # of 1,202.
+    assert full - 3 * 961 * 8 + 3 * 1202 <= result.bytes.down_per_round < full
 
-    def dealt(y, clients, **_):
-        order = np.random.RandomState(0).permutation(len(y))[:200]
-        parts = [order[50 * at : 50 * at + 50] for at in range(clients)]
-        none = np.array([], dtype=int)
-        return [Shard(none if at == who[0] else part[:30], none, part[30:]) for at, part in enumerate(parts)]
 
-    monkeypatch.setattr("fedobp.federation.partition", dealt)
-    federation = Federation(config)
-    first = Federation(Config(**{**vars(config), "rounds": 1})).run(method)
-    whole = federation.run(method)
-    start = federation.model.initial(config.seed).double()
-    if method != "floco":  # whose first model is not theta^0
-        assert torch.equal(vector(first), start)
-    assert vector(whole).isfinite().all()
-    assert vector(whole, who[-1]).isfinite().all()
-    assert not torch.equal(vector(whole, who[-1]), start)
+# Round by round.
+
+
+def added(accounting, round, cohort, loss, finite=True, entries=3):
+    """Add a cohort that receives `entries` numbers a client and uploads twice as many."""
+    ctx, clients = RoundContext(None, round, 9, 9, 1, torch.tensor(cohort)), len(cohort)
+    job = ClientJob(ctx, (), {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0})
+    upload = {"theta": torch.zeros(clients, 2 * entries)}
+    finite = torch.full((clients,), finite)
+    update = CohortUpdate(upload, torch.ones(clients), clients, torch.tensor(loss), finite, processed=5 * clients)
+    accounting.add(job, {"theta": torch.zeros(clients, entries)}, update)
+
+
+def test_a_round_is_one_line_over_its_cohorts():
+    accounting = Accounting(METHODS["fedavg"]())
+    added(accounting, 1, [4, 2], [1.0, torch.nan])
+    added(accounting, 1, [3], [2.0])
+    accounting.end_round()
+    added(accounting, 2, [5], [torch.nan])
+    assert accounting.pending == 1
+    accounting.end_round()
+    assert (accounting.pending, accounting.bytes_down, accounting.bytes_up) == (2, 0, 0)
+    assert accounting.settle() == {"round": 1, "cohort": [4, 2, 3], "loss": 1.5, "bytes_down": 36, "bytes_up": 72}
+    assert accounting.settle() == {"round": 2, "cohort": [5], "loss": None, "bytes_down": 12, "bytes_up": 24}
+    assert (accounting.pending, accounting.bytes_down, accounting.bytes_up) == (0, 48, 96)
+    assert (accounting.processed, accounting.samples) == (20, 4)
+
+
+def test_a_client_that_diverged_is_named_when_its_round_is_settled():
+    accounting = Accounting(METHODS["fedavg"]())
+    added(accounting, 3, [4], [1.0])
+    added(accounting, 3, [6], [1.0], finite=False)
+    accounting.end_round()
+    with pytest.raises(FedobpError, match=r"round 3, client 6: .* use a smaller --lr"):
+        accounting.settle()

@@ -1,17 +1,16 @@
-"""Many runs in one call: their order, their launches, their folders, and what becomes of those that fail."""
-
-import json
+"""Sweeps: the order of their runs, their folders, and runs that fail."""
 
 import pytest
-import torch
-from lanes_cases import vector
+from cli.cases import write_npz
+from lanes_cases import metrics, vector
+from resolved import resolved
 
-import fedobp.federation as federation_module
-from fedobp import Config, Federation, FedobpError, sweep
+from fedobp import Config, FedobpError, SweepError, sweep
+from fedobp.data import data_dir, load
+from fedobp.sweeps import plan_sweep
 
 TINY = {"clients": 6, "rounds": 4, "participation": 0.5, "epochs": 1, "model": "mlp", "precision": "fp64"}
 MLP_SIZE = 64 * 128 + 128 + 128 * 10 + 10
-
 SIDE_BY_SIDE = [{"method": "fedavg"}, {"method": "fedper", "rounds": 2}, {"method": "local", "seed": 7}]
 
 
@@ -21,7 +20,7 @@ def test_a_sweep_returns_its_runs_in_order_and_says_which_one_it_is_at(tmp_path)
     seen = []
     folders = [tmp_path / name for name in "abc"]
     results = sweep(configs, out=folders, progress=lambda at: seen.append((at.run, at.method, at.round, at.rounds)))
-    assert [result.config for result in results] == configs
+    assert [result.config for result in results] == list(map(resolved, configs))
     assert [result.out for result in results] == folders
     assert all((folder / "result.json").exists() for folder in folders)
     assert sorted(seen) == [
@@ -32,13 +31,13 @@ def test_a_sweep_returns_its_runs_in_order_and_says_which_one_it_is_at(tmp_path)
     assert [result.history[-1][0] for result in results] == [4, 2, 4]
 
 
-def test_runs_that_cannot_share_a_launch_still_come_in_order():
-    changes = [{"model": "cnn-small"}, {}, {"batch_size": 16}, {"precision": "fp32"}, {"engine": "serial"}, {}]
-    configs = [Config(**{**TINY, "rounds": 1, **change}) for change in changes]
-    results = sweep(configs)
-    assert [result.config for result in results] == configs
-    for config, result in zip(configs, results, strict=True):
-        assert torch.allclose(vector(result), vector(Federation(config).run()), rtol=0, atol=1e-9)
+def test_a_sweep_takes_any_iterable_of_configurations():
+    results = sweep(Config(rounds=1, clients=8, model="mlp", seed=seed) for seed in (1, 2))
+    assert [result.config.seed for result in results] == [1, 2]
+
+
+def test_an_empty_sweep_is_empty():
+    assert sweep([]) == []
 
 
 def test_a_sweep_without_models_keeps_the_global_ones():
@@ -48,25 +47,13 @@ def test_a_sweep_without_models_keeps_the_global_ones():
         result.state_dict(3)
 
 
-@pytest.mark.parametrize(("runs_at_once", "launches"), [(2, [2, 2, 1]), (0.5, [1, 1, 1, 1, 1]), (9, [5])])
-def test_a_sweep_takes_as_many_runs_at_once_as_their_clients_state_fits(monkeypatch, runs_at_once, launches):
-    launched, launch = [], federation_module._launch
-
-    def watched(plans, *rest):
-        launched.append(len(plans))
-        return launch(plans, *rest)
-
-    monkeypatch.setattr(federation_module, "_launch", watched)
-    state = 3 * 8 * MLP_SIZE * 6  # three vectors of float64 for each of 6 clients
-    memory = runs_at_once * state / 2**30
-    configs = [Config(**{**TINY, "rounds": 1, "seed": seed, "store_memory": memory}) for seed in range(5)]
-    results = sweep(configs)
-    assert launched == launches
-    assert [result.config.seed for result in results] == list(range(5))
-
-
-def test_an_empty_sweep_is_empty():
-    assert sweep([]) == []
+def test_a_sweep_reads_each_dataset_once(read_files, tmp_path):
+    write_npz(tmp_path / "data" / "other.npz", n=90)
+    given, methods = {"clients": 3, "rounds": 2, "epochs": 1, "model": "mlp"}, ("fedavg", "local", "fedper")
+    configs = [Config(**given, dataset=name, method=method) for method in methods for name in ("mine", "other")]
+    configs.append(Config(**given, dataset="mine", seed=7, batch_size=16, engine="serial"))
+    sweep(configs)
+    assert read_files == ["mine.npz", "other.npz"]
 
 
 def test_a_run_that_fails_lets_the_others_finish_and_is_named(tmp_path):
@@ -82,13 +69,33 @@ def test_a_run_that_fails_lets_the_others_finish_and_is_named(tmp_path):
     for folder, rounds in zip(outs, (3, None, 3), strict=True):
         assert (folder / "result.json").exists() == (rounds is not None)
         if rounds:
-            lines = (folder / "metrics.jsonl").read_text().splitlines()
-            assert [json.loads(line)["round"] for line in lines] == [1, 2, 3]
+            assert [line["round"] for line in metrics(folder)] == [1, 2, 3]
 
 
-def test_shares_of_the_time_of_runs_of_different_length_add_up():
-    short, long = sweep([Config(rounds=r, eval_every=99, clients=8, model="mlp") for r in (1, 9)])
-    assert 0 < short.seconds < long.seconds
+def test_a_run_that_cannot_start_is_named_and_lets_the_others_finish():
+    settings = {"rounds": 1, "clients": 8, "model": "mlp"}
+    wrong = [{"method": "fedprox", "options": {"mu": -1}}, {"dataset": "nothing"}, {"clients": 1000}]
+    configs = [Config(**settings), *(Config(**{**settings, **one}, seed=7) for one in wrong)]
+    plan = plan_sweep(configs)
+    assert (list(plan.configs), list(plan.failures), plan.launches) == ([0, 3], [1, 2], [[0, 3]])
+    assert plan.bug() is None
+    with pytest.raises(SweepError) as caught:
+        sweep(plan)
+    assert [result and result.config.method for result in caught.value.results] == ["fedobp", None, None, None]
+    causes = ("option 'mu' of fedprox", "unknown dataset 'nothing'", "fewer than 10 for each of 1000 clients")
+    for line, method, cause in zip(
+        str(caught.value).splitlines(), ("fedprox", "fedobp", "fedobp"), causes, strict=True
+    ):
+        assert line.startswith(f"{method}, seed 7: ")
+        assert cause in line
+
+
+def test_a_plan_without_its_failures_counts_the_others_anew():
+    configs = [Config(method="none"), Config(clients=5), Config(model="none"), Config(clients=6, batch_size=16)]
+    plan = plan_sweep(configs).without_failures()
+    assert (plan.asked, plan.launches, plan.failures) == (list(plan.configs.values()), [[0], [1]], {})
+    assert [config.clients for config in plan.asked] == [5, 6]
+    assert plan_sweep([]).launches == plan_sweep([], dataset=load("digits", data_dir())).launches == []
 
 
 @pytest.mark.parametrize(
@@ -108,8 +115,3 @@ def test_an_occupied_folder_of_a_sweep_is_noticed_before_anything_runs(tmp_path)
     with pytest.raises(FedobpError, match="already holds a run"):
         sweep([Config(rounds=1), Config(rounds=1, batch_size=16)], out=[tmp_path / "a", tmp_path / "b"])
     assert not list((tmp_path / "a").iterdir())
-
-
-def test_a_sweep_takes_any_iterable_of_configurations():
-    results = sweep(Config(rounds=1, clients=8, model="mlp", seed=seed) for seed in (1, 2))
-    assert [result.config.seed for result in results] == [1, 2]

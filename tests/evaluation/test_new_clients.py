@@ -1,4 +1,4 @@
-"""Clients that are held out: they leave no trace in training, and are served as somebody new."""
+"""Clients that are held out: training is the same without them, and they are served as new clients."""
 
 import io
 import json
@@ -9,12 +9,12 @@ import torch
 from lanes_cases import metrics
 from torch.nn import functional
 
-from fedobp import Config, Federation, FedobpError, evaluation, sweep
+from fedobp import Config, Federation, FedobpError, sweep
 from fedobp.algorithms import METHODS
 from fedobp.data import Shard, data_dir, load, partition
 from fedobp.engine import Lanes, Serial
 from fedobp.engine.batch_order import batches
-from fedobp.evaluation import accuracy
+from fedobp.evaluation import accuracy, protocol
 from fedobp.keys import Purpose, fold
 from fedobp.report.tables import compare_table, run_table, summarise
 
@@ -31,7 +31,7 @@ def federation(request):
 
 
 def trained_once(federation, theta, client):
-    """A visit in round 3 from a model, by hand."""
+    """Training in round 3 from a model, by hand."""
     config, data = federation.config, federation.data
     module = federation.model.module().double()
     module.load_state_dict(theta)
@@ -46,8 +46,8 @@ def trained_once(federation, theta, client):
     return module
 
 
-def fare(federation, modules):
-    """How held-out clients fare with these models, by hand."""
+def accuracy_with(federation, modules):
+    """The accuracies of held-out clients with these models, by hand."""
     data, clients = federation.data, HELD_OUT
     with torch.no_grad():
         labels = [
@@ -56,23 +56,23 @@ def fare(federation, modules):
     return accuracy(labels, [data.targets(c, "test") for c in clients], [data.counts(c) for c in clients])
 
 
-def test_a_new_client_of_fedavg_is_served_the_global_model_and_leaves_with_one_of_its_own(federation):
+def test_a_new_client_of_fedavg_is_served_the_global_model_and_trains_one_of_its_own(federation):
     result = federation.run("fedavg")
     module = federation.model.module().double()
     module.load_state_dict(result.state_dict())
-    assert result.new_clients.served == result.new_clients.visited == fare(federation, [module, module])
+    assert result.new_clients.served == result.new_clients.visited == accuracy_with(federation, [module, module])
     trained = [trained_once(federation, result.state_dict(), client) for client in HELD_OUT]
-    assert result.new_clients.last == fare(federation, trained)
+    assert result.new_clients.last == accuracy_with(federation, trained)
     assert result.new_clients.last.pooled > result.new_clients.served.pooled + 10
 
 
-def test_after_a_visit_fedavg_last_serves_the_clients_own_model(federation):
+def test_after_a_round_fedavg_last_serves_the_clients_own_model(federation):
     result, plain = federation.run("fedavg-last"), federation.run("fedavg")
     assert result.new_clients.served == plain.new_clients.served
     assert result.new_clients.visited == result.new_clients.last == plain.new_clients.last
 
 
-def test_after_a_visit_fedobp_knows_which_entries_are_the_clients(federation):
+def test_after_a_round_fedobp_has_found_the_clients_personal_entries(federation):
     all_shared, nearly_none = federation.run("fedobp", q=1.0), federation.run("fedobp", q=0.0)
     assert all_shared.new_clients.visited == all_shared.new_clients.served
     # At q = 0 only the entries that moved least are shared, and those did not move at all.
@@ -89,13 +89,13 @@ def test_both_engines_agree_on_new_clients_of_every_method(method):
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedobp", "scaffold", "pfedsim", "floco", "fedpac", "decoupled"])
-def test_training_is_as_if_they_were_not_there(method, monkeypatch, tmp_path):
-    """Six of eight clients train as six alone do: the same cohorts, scaling, models and books."""
-    dealt = partition(load("digits", data_dir()).y, 8, kind="dirichlet-equal", holdout=2)
+def test_training_is_the_same_without_them(method, monkeypatch, tmp_path):
+    """Six of eight clients train as six alone do: the same cohorts, scaling, models and accounting."""
+    assigned = partition(load("digits", data_dir()).y, 8, kind="dirichlet-equal", holdout=2)
     options = {"score": "taylor"} if method == "decoupled" else {}
     runs = []
     for clients, holdout in ((8, 2), (6, 0)):
-        monkeypatch.setattr("fedobp.federation.partition", lambda *_, clients=clients, **__: dealt[:clients])
+        monkeypatch.setattr("fedobp.federation.partition", lambda *_, clients=clients, **__: assigned[:clients])
         given = {**TINY, "clients": clients, "holdout_clients": holdout, "method": method, "options": options}
         runs.append(Federation(Config(**given)).run(out=tmp_path / str(clients)))
     with_them, alone = runs
@@ -103,7 +103,7 @@ def test_training_is_as_if_they_were_not_there(method, monkeypatch, tmp_path):
         for name, tensor in alone.state_dict(client).items():
             assert torch.equal(with_them.state_dict(client)[name], tensor)
     lines = [metrics(tmp_path / name) for name in ("8", "6")]
-    assert lines[0][-1].pop("cold")
+    assert lines[0][-1].pop("new_clients")
     assert lines[0] == lines[1]
     assert alone.new_clients is None
     for name in ("accuracy", "last", "history", "personal", "bytes", "compute"):
@@ -119,10 +119,6 @@ def test_they_are_in_no_cohort(tmp_path, method, sampling):
     assert seen == set(range(6))
 
 
-def test_the_share_of_a_round_is_of_those_that_train():
-    assert Config(clients=20, holdout_clients=10, participation=0.5).cohort_size == 5
-
-
 def test_they_have_no_models_in_the_run(federation):
     with pytest.raises(FedobpError, match="there is no model of client 6: clients are 0 to 5"):
         federation.run("fedavg").state_dict(6)
@@ -130,15 +126,15 @@ def test_they_have_no_models_in_the_run(federation):
 
 def test_how_many_are_tested_at_once_does_not_matter(federation, monkeypatch):
     whole = federation.run("fedper").new_clients
-    monkeypatch.setattr(evaluation, "_CHUNK", {"cpu": 1})
+    monkeypatch.setattr("fedobp.evaluation.evaluator._CHUNK", {"cpu": 1})
     assert federation.run("fedper").new_clients == whole
 
 
 def test_each_column_is_the_best_of_the_papers_rounds_by_itself(monkeypatch, tmp_path):
-    monkeypatch.setattr(evaluation, "PAPER_ROUNDS", (1, 2, 3, 4, 5))
+    monkeypatch.setitem(protocol.__globals__, "PAPER_ROUNDS", (1, 2, 3, 4, 5))
     config = Config(**{**TINY, "rounds": 5, "eval_every": 5, "protocol": "paper", "lr": 1.0, "method": "fedavg-last"})
     result = Federation(config).run(out=tmp_path)
-    lines = [line["cold"] for line in metrics(tmp_path)]
+    lines = [line["new_clients"] for line in metrics(tmp_path)]
     for name in ("served", "visited", "last"):
         pooled = [line[name]["pooled"] for line in lines]
         assert len(set(pooled)) > 1, "rounds must differ, or this shows nothing"
@@ -148,19 +144,19 @@ def test_each_column_is_the_best_of_the_papers_rounds_by_itself(monkeypatch, tmp
 @pytest.mark.parametrize("method", ["fedavg-last", "fedobp"])
 def test_they_are_new_at_every_evaluation(monkeypatch, tmp_path, method):
     for name, rounds in (("often", (1, 2, 3)), ("once", (3,))):
-        monkeypatch.setattr(evaluation, "PAPER_ROUNDS", rounds)
+        monkeypatch.setitem(protocol.__globals__, "PAPER_ROUNDS", rounds)
         Federation(Config(**{**TINY, "protocol": "paper", "method": method})).run(out=tmp_path / name)
-    assert metrics(tmp_path / "often")[-1]["cold"] == metrics(tmp_path / "once")[-1]["cold"]
+    assert metrics(tmp_path / "often")[-1]["new_clients"] == metrics(tmp_path / "once")[-1]["new_clients"]
 
 
 @pytest.mark.parametrize("engine", [Serial, Lanes])
-def test_a_visit_that_diverges_is_said_with_the_clients_name(monkeypatch, engine):
+def test_a_new_client_that_diverges_is_named(monkeypatch, engine):
     train = engine.train
 
-    def one_diverges(self, tasks):
-        answers = train(self, tasks)
-        visit = tasks[0].ctx.cohort.tolist() == list(HELD_OUT)
-        return [answer._replace(finite=torch.tensor([True, False])) if visit else answer for answer in answers]
+    def one_diverges(self, jobs, prepared=None):
+        updates = train(self, jobs, prepared)
+        held_out = jobs[0].ctx.cohort.tolist() == list(HELD_OUT)
+        return [update._replace(finite=torch.tensor([True, False])) if held_out else update for update in updates]
 
     monkeypatch.setattr(engine, "train", one_diverges)
     config = Config(**{**TINY, "method": "fedavg", "rounds": 1, "engine": engine.__name__.lower()})
@@ -170,8 +166,11 @@ def test_a_visit_that_diverges_is_said_with_the_clients_name(monkeypatch, engine
 
 def test_clients_without_test_samples_cannot_be_held_out_alone(monkeypatch):
     nothing = np.array([], dtype=np.int64)
-    dealt = [Shard(np.arange(9), nothing, np.arange(9, 12)), Shard(np.arange(12, 20), nothing, nothing, held_out=True)]
-    monkeypatch.setattr("fedobp.federation.partition", lambda *_, **__: dealt)
+    assigned = [
+        Shard(np.arange(9), nothing, np.arange(9, 12)),
+        Shard(np.arange(12, 20), nothing, nothing, held_out=True),
+    ]
+    monkeypatch.setattr("fedobp.federation.partition", lambda *_, **__: assigned)
     with pytest.raises(FedobpError, match="no client that is held out has a sample to evaluate on"):
         Federation(Config(clients=2, holdout_clients=1, rounds=1)).run()
 
@@ -180,7 +179,7 @@ def test_new_clients_are_in_json_and_in_tables(federation):
     from rich.console import Console
 
     result = federation.run("fedavg-last")
-    found = json.loads(json.dumps(result.to_json()))["cold"]
+    found = json.loads(json.dumps(result.to_json()))["new_clients"]
     assert set(found) == {"served", "visited", "last"}
     assert found["served"]["pooled"] == result.new_clients.served.pooled
 
@@ -190,8 +189,8 @@ def test_new_clients_are_in_json_and_in_tables(federation):
         return console.file.getvalue()
 
     lines = [line.split() for line in shown(run_table(result)).splitlines()]
-    records = {" ".join(words[:-5]): float(words[-5]) for words in lines if words[:2] == ["new", "client,"]}
-    assert records == {
+    pooled = {" ".join(words[:-5]): float(words[-5]) for words in lines if words[:2] == ["new", "client,"]}
+    assert pooled == {
         "new client, as served": pytest.approx(result.new_clients.served.pooled, abs=0.01),
         "new client, after a visit": pytest.approx(result.new_clients.visited.pooled, abs=0.01),
         "new client, own model": pytest.approx(result.new_clients.last.pooled, abs=0.01),
@@ -201,25 +200,25 @@ def test_new_clients_are_in_json_and_in_tables(federation):
     assert f"{result.new_clients.visited.pooled:.2f}" in text
     assert "2 that are held out" in text
     [row] = summarise([result])
-    assert row["cold_served"] == {"mean": result.new_clients.served.pooled, "std": None}
+    assert row["new_clients_served"] == {"mean": result.new_clients.served.pooled, "std": None}
 
 
-def test_without_them_nothing_is_said_of_new_clients():
+def test_without_them_no_output_mentions_new_clients():
     result = Federation(Config(**{**TINY, "holdout_clients": 0, "rounds": 1})).run()
     assert result.new_clients is None
-    assert "cold" not in result.to_json()
+    assert "new_clients" not in result.to_json()
     [row] = summarise([result])
     assert set(row) == {"method", "pooled", "client_mean", "seeds"}
 
 
 def test_runs_with_and_without_them_share_a_launch(tmp_path):
     configs = [Config(**{**TINY, "holdout_clients": holdout, "method": "fedavg"}) for holdout in (0, 2, 5)]
-    together = sweep(configs)
-    for config, result in zip(configs, together, strict=True):
+    results = sweep(configs)
+    for config, result in zip(configs, results, strict=True):
         alone = Federation(config).run()
         assert (alone.new_clients, alone.accuracy, alone.partition) == (
             result.new_clients,
             result.accuracy,
             result.partition,
         )
-    assert len({result.partition for result in together}) == 3
+    assert len({result.partition for result in results}) == 3
