@@ -18,11 +18,11 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 def test_python_examples_run(page, capsys):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     assert blocks
-    known = set(NETS)
+    registered = set(NETS)
     for block in blocks:
         exec(compile(block, page, "exec"), {})
     assert float(capsys.readouterr().out.split()[0]) > 50
-    for name in set(NETS) - known:
+    for name in set(NETS) - registered:
         del NETS[name]
 
 
@@ -36,10 +36,10 @@ def test_links_lead_to_files(page):
 def test_every_flag_in_the_docs_exists(command):
     commands = [["run"], ["compare"], ["partition"], ["bench"], ["data", "import"], ["data", "fetch"]]
     texts = [command(*words, "--help").out for words in commands]
-    known = set(re.findall(r"--[a-z][a-z-]*", " ".join(texts))) | {"--version"}
+    existing = set(re.findall(r"--[a-z][a-z-]*", " ".join(texts))) | {"--version"}
     for page in PAGES:
         used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", page.read_text()))
-        assert used - known - {"--strict"} == set(), page.name
+        assert used - existing - {"--strict"} == set(), page.name
 
 
 def test_every_method_has_a_page_that_names_its_options():
@@ -66,4 +66,4 @@ def test_measured_tables_are_those_of_the_result_files(dataset, alpha, capsys):
     assert set(lines) - set(written) == set()
     for name, runs in methods.found(methods.RESULTS, dataset).items() if (dataset, alpha) == ("cifar10", 0.1) else []:
         page = ROOT / "docs" / ("fedobp.md" if name == "fedobp" else f"methods/{runs[0]['method']}.md")
-        assert f"| {' | '.join(methods.record(name, runs))} |" in page.read_text().splitlines(), page.name
+        assert f"| {' | '.join(methods.row(name, runs))} |" in page.read_text().splitlines(), page.name

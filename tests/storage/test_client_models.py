@@ -267,8 +267,8 @@ def test_personal_entries_alone_differ_from_the_global_model(run):
     shared = torch.cat([tensor.flatten() for tensor in result.state_dict().values()])
     differing = []
     for client in range(5):
-        own = torch.cat([tensor.flatten() for tensor in result.state_dict(client).values()])
-        differing.append(int((own != shared).sum()))
+        served = torch.cat([tensor.flatten() for tensor in result.state_dict(client).values()])
+        differing.append(int((served != shared).sum()))
     assert max(differing) <= result.personal.max
     if result.config.method == "fedavg":
         assert differing == [0] * 5
