@@ -20,7 +20,7 @@ from fedobp.engine.kernels.convolutions import ConvConfig, Convolutions
 from fedobp.engine.kernels.fused import Fused
 from fedobp.engine.kernels.tiles import tiles_for
 from fedobp.engine.sgd import Rule
-from fedobp.launch import RunPlan, engine_for, simulate
+from fedobp.launch import engine_for, simulate
 from fedobp.models import Model
 from fedobp.transfer import AsyncCopy
 
@@ -286,7 +286,7 @@ def test_a_whole_round_does_not_wait(folder):
                     device="cuda", rounds=9, eval_every=9)  # fmt: skip
     federation = Federation(config)
     engine = engine_for(federation.config, federation.model)
-    run, clients = simulate(RunPlan(federation, federation.config, federation.method), engine, Budget())
+    run, clients = simulate(federation.plan(federation.config, federation.method), engine, Budget())
     jobs = [run.job(run.context(round, torch.arange(6))) for round in range(1, 5)]
     prepared = None
 
