@@ -28,15 +28,14 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from rounds import job, open_federation, start
 
 from fedobp import Config, sweep
-from fedobp.bench import Trial, clock, noise, stand_in, steps_by_round, train
-from fedobp.data import FederatedData, data_dir
-from fedobp.engine import Budget
+from fedobp.bench import clock, evaluate, noise, stand_in, steps_by_round, train
+from fedobp.data import data_dir
+from fedobp.engine import Budget, ClientJob
 from fedobp.engine.kernels import fused_for
-from fedobp.federation import assign
 from fedobp.launch import engine_for
-from fedobp.models import Model
 from fedobp.options import Precision
 from fedobp.sampling import cohorts
 
@@ -80,20 +79,20 @@ def whole(config: Config, runs: int) -> None:
 
 def profile(config: Config, runs: int) -> None:
     """Show the device time of ten typical rounds by kernel, and how much of the time the device is busy."""
-    dataset, shards = assign(config)
-    data = FederatedData(dataset, shards, DEVICE, torch.float32)
-    model = Model(config.model, data.shape, data.classes)
-    engine = engine_for(config, model)
-    trials = [Trial(replace(config, seed=42 + run), model, data, Budget()) for run in range(runs)]
-    who = [list(cohorts(trial.config)) for trial in trials]
+    federation, _ = open_federation(config)
+    config, model = federation.config, federation.model
+    engine, seeds = engine_for(config, model), range(42, 42 + runs)
+    simulations = [start(federation, engine, Budget(), seed=seed) for seed in seeds]
+    sampled = [list(cohorts(replace(config, seed=seed))) for seed in seeds]
 
-    def moments(rounds: Sequence[int]) -> list[list[Any]]:
-        return [[trial.moment(at + 1, who[run][at]) for run, trial in enumerate(trials)] for at in rounds]
+    def jobs(rounds: Sequence[int]) -> list[list[ClientJob]]:
+        pairs = list(zip(simulations, sampled, strict=True))
+        return [[job(simulation, at + 1, cohort[at]) for simulation, cohort in pairs] for at in rounds]
 
-    train(engine, trials, moments(range(10)))
-    alone = train(engine, trials, moments(range(10)))
+    train(engine, simulations, jobs(range(10)))
+    alone = train(engine, simulations, jobs(range(10)))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        train(engine, trials, moments(range(10)))
+        train(engine, simulations, jobs(range(10)))
     spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for event in seen.key_averages():
         if event.device_type == torch.profiler.DeviceType.CUDA:
@@ -105,7 +104,7 @@ def profile(config: Config, runs: int) -> None:
         print(f"  {took:9.2f} ms {took / busy:6.1%} {int(count):7d}  {name[:110]}")
     begun = clock(DEVICE)
     for _ in range(3):
-        trials[0].evaluate(engine)
+        evaluate(engine, config, federation.method, model, federation.data)
     print(f"  an evaluation of all clients as served: {(clock(DEVICE) - begun) / 3 * 1e3:.1f} ms", flush=True)
 
 
@@ -114,30 +113,29 @@ def baselines(config: Config) -> None:
 
     The time of a whole run is estimated from the time of a client-step and of an evaluation of all clients.
     """
-    dataset, shards = assign(config)
-    data = FederatedData(dataset, shards, DEVICE, torch.float32)
-    model = Model(config.model, data.shape, data.classes)
-    who = list(cohorts(config))
-    steps = steps_by_round(config, data, who)
+    federation, _ = open_federation(config)
+    config, model, data = federation.config, federation.model, federation.data
+    sampled = list(cohorts(config))
+    steps = steps_by_round(config, data, sampled)
     lanes, serial = replace(config, engine="lanes"), replace(config, engine="serial")
     ways = {"kernels": (lanes, 20, fused_for), "general path": (lanes, 20, lambda *_: None)}
-    for name, (mine, count, kernels) in {**ways, "serial engine": (serial, 4, fused_for)}.items():
+    for name, (chosen, count, kernels) in {**ways, "serial engine": (serial, 4, fused_for)}.items():
         rounds = range(config.rounds // count // 2, config.rounds, config.rounds // count)
-        with patch("fedobp.engine.lanes.fused_for", kernels):
-            engine = engine_for(mine, model)
-            trial = Trial(mine, model, data, Budget())
-            moments = [[trial.moment(at + 1, who[at])] for at in rounds]
-            train(engine, [trial], moments[:1] if mine is serial else moments)  # warm-up: libraries, graphs
-            took = train(engine, [trial], moments)
-            trial.evaluate(engine)
-            tested = trial.evaluate(engine)
+        with patch("fedobp.engine.lanes.engine.fused_for", kernels):
+            engine = engine_for(chosen, model)
+            simulation = start(federation, engine, Budget())
+            jobs = [[job(simulation, at + 1, sampled[at])] for at in rounds]
+            train(engine, [simulation], jobs[:1] if chosen is serial else jobs)  # warm-up: libraries, graphs
+            took = train(engine, [simulation], jobs)
+            evaluate(engine, config, federation.method, model, data)
+            tested = evaluate(engine, config, federation.method, model, data)
         each = took / sum(steps[at] for at in rounds)
         estimated = each * sum(steps) + config.rounds / config.eval_every * tested
         print(f"{name}: {each * sum(steps) / config.rounds * 1e3:.1f} ms a round, {1 / each:,.0f} client-steps/s, an "
               f"evaluation {tested * 1e3:.0f} ms, {config.rounds} rounds {estimated:.1f} s", flush=True)  # fmt: skip
 
 
-def start(precision: Precision) -> None:
+def start_up(precision: Precision) -> None:
     """Time a new process from its first CUDA call to the end of its first step, twice: the second has a warm cache."""
     for name in ("first", "second"):
         done = subprocess.run(
@@ -151,14 +149,13 @@ def step(precision: Precision) -> None:
     config = Config(dataset="cifar10", device="cuda", precision=precision, clients=10, participation=1.0, epochs=1,
                     partition="iid", model="cnn", rounds=1)  # fmt: skip
     dataset = noise("cifar10", (32, 32, 3), 600, 10)
-    _, shards = assign(config, dataset)
-    model = Model("cnn", (3, 32, 32), 10)
     begun = time.perf_counter()
-    data = FederatedData(dataset, shards, DEVICE, torch.float32)
+    federation, _ = open_federation(config, dataset)
     clock(DEVICE)
     cuda_ready = time.perf_counter() - begun
-    trial = Trial(config, model, data, Budget())
-    train(engine_for(config, model), [trial], [[trial.moment(1, torch.arange(10))]])
+    engine = engine_for(federation.config, federation.model)
+    simulation = start(federation, engine, Budget())
+    train(engine, [simulation], [[job(simulation, 1, torch.arange(10))]])
     print(
         f"{time.perf_counter() - begun:.2f} s to the end of the first steps, of which CUDA start-up {cuda_ready:.2f} s"
     )
@@ -177,7 +174,7 @@ def main() -> None:
     parser.add_argument("--finetune-epochs", type=int, default=0)
     given = parser.parse_args()
     if given.section in ("start", "step"):
-        (start if given.section == "start" else step)(given.precision)
+        (start_up if given.section == "start" else step)(given.precision)
         return
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {date.today():%d %B %Y}")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,15 +1,15 @@
-"""The paper's runs of every method: 400 rounds each, a file for each result, so that it can stop and go on.
+"""The paper's runs of every method: 400 rounds each, with a file for each result, so that it can be resumed.
 
-    python benchmarks/methods.py run --dataset cifar10 --seeds 42,43          # what is not there yet
-    python benchmarks/methods.py run --dataset mnist --methods fedobp,fedper  # some of it
-    python benchmarks/methods.py table --dataset cifar10                      # as a table, beside published.json
+    python benchmarks/methods.py run --dataset cifar10 --seeds 42,43          # all that are missing
+    python benchmarks/methods.py run --dataset mnist --methods fedobp,fedper  # some of them
+    python benchmarks/methods.py table --dataset cifar10                      # as a table, with published.json
     python benchmarks/methods.py pages --dataset cifar10                      # a curve and a table on every page
-    python benchmarks/methods.py run --alpha 0.5 --methods fedper,floco       # a milder split, in a folder of its own
+    python benchmarks/methods.py run --alpha 0.5 --methods fedper,floco       # another split, in another folder
 
-Dirichlet(0.1) unless another alpha is named, partition seed 42, the authors' own sampling; the best of rounds 100, 200,
-300 and 400 is reported, beside it each client's last local model and the served model after 5 local epochs. Methods
-that differ from what ran behind the paper's tables run in both modes, and FedBN on a model with BatchNorm. Data:
-$FEDOBP_DATA.
+Dirichlet(0.1) unless another alpha is given, partition seed 42, the sampling of the authors' code; the best of rounds
+100, 200, 300 and 400 is reported, with each client's last local model and the served model after 5 local epochs.
+Methods whose implementation behind the paper's tables differs run in both modes, and FedBN on a model with BatchNorm.
+Data: $FEDOBP_DATA.
 """
 
 import argparse
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contexts import with_model
 
 from fedobp import Config, FedobpError, sweep
 from fedobp.algorithms import METHODS
@@ -31,14 +30,15 @@ from fedobp.data import data_dir
 from fedobp.launch import Progress
 from fedobp.method import RoundContext, Sweep, Train
 from fedobp.models import Model
+from fedobp.sweeps import plan_sweep
 
 RESULTS = Path(__file__).parent / "results"
 PUBLISHED = Path(__file__).parent / "published.json"
 DOCS = Path(__file__).parents[1] / "docs"
 ALPHA = 0.1  # of the pages' tables
-FIRST = "faithful"  # a method's own mode
-MODEL = {"fedbn": "cnn-bn"}  # where it is not the paper's: on that one it would be FedAvg
-BEGIN, END = "<!-- measured -->", "<!-- end of measured -->"  # what `pages` writes lies between them
+FIRST = "faithful"  # the default mode
+MODEL = {"fedbn": "cnn-bn"}  # instead of the paper's, on which it would be FedAvg
+BEGIN, END = "<!-- measured -->", "<!-- end of measured -->"  # `pages` writes between them
 
 
 def variants(names: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
@@ -58,23 +58,23 @@ def setting_of(dataset: str, alpha: float) -> str:
 
 
 def file_of(folder: Path, config: Config) -> Path:
-    """Return where a run's result is kept."""
+    """Return the file of a run's result."""
     mode = config.options.get("mode", FIRST)
     name = config.method if mode == FIRST else f"{config.method}-{mode}"
     return folder / setting_of(config.dataset, config.alpha) / f"{name}-seed{config.seed}.json"
 
 
 def launch(config: Config) -> str:
-    """Return with whom a run shares a launch: those of the fast path, of functions of their own, or in turns."""
-    method, model = METHODS[config.method].configure(config.options), Model("mlp", (4,), 2)
-    ctx = RoundContext(None, 1, config.rounds, 2, config.epochs, torch.arange(2))
-    items = [*method.client_update(with_model(model, ctx)), *method.personalize(with_model(model, ctx))]
-    own = any(isinstance(item, Sweep) or (isinstance(item, Train) and item.loss is not None) for item in items)
-    return "turns" if not method.sequential else "own" if own else "plain"
+    """Return which runs share a launch: those of the fast path, those with custom functions, or sequential ones."""
+    method = METHODS[config.method].configure(config.options)
+    ctx = RoundContext(Model("mlp", (4,), 2), 1, config.rounds, 2, config.epochs, torch.arange(2))
+    items = [*method.client_update(ctx), *method.personalize(ctx)]
+    custom = any(isinstance(item, Sweep) or (isinstance(item, Train) and item.loss is not None) for item in items)
+    return "sequential" if method.sequential else "custom" if custom else "plain"
 
 
 def run(given: argparse.Namespace) -> None:
-    """Run what is not there yet, all methods of a sort in one launch: ask for fewer if that takes too long."""
+    """Run what is missing, in up to three launches: name fewer methods if that takes too long."""
     names = list(METHODS) if given.methods == "all" else given.methods.split(",")
     configs = [
         Config(dataset=given.dataset, method=name, options=options, seed=seed, partition_seed=42, rounds=given.rounds,
@@ -92,51 +92,53 @@ def run(given: argparse.Namespace) -> None:
     for group in grouped.values():
         started = time.perf_counter()
         if started > begun + 60 * given.minutes:
-            print("out of time: start again for the rest", flush=True)
+            print("out of time: run again for the rest", flush=True)
             return
         with tempfile.TemporaryDirectory() as place:
-            folders = [Path(place, str(run)) for run in range(len(group))]
+            plan, folders = plan_sweep(group), [Path(place, str(run)) for run in range(len(group))]
             try:
-                sweep(group, out=folders, keep_models=False, progress=watch(begun + 60 * given.minutes))
-            except FedobpError as error:  # all, if there is no time; or one of them, and the others have finished
+                sweep(plan, out=folders, keep_models=False, progress=watch(begun + 60 * given.minutes))
+            except FedobpError as error:  # all runs, if time is out; or one run, and the others have finished
                 print(error, flush=True)
-            for config, folder in zip(group, folders, strict=True):
+            for run, (config, folder) in enumerate(zip(group, folders, strict=True)):
                 if (folder / "result.json").exists():
                     file, result = file_of(given.out, config), json.loads((folder / "result.json").read_text())
                     file.parent.mkdir(parents=True, exist_ok=True)
-                    file.write_text(json.dumps({**result, "options": config.options, "out": None}, indent=1) + "\n")
+                    resolved = {**result, "options": plan.configs[run].options, "out": None}
+                    file.write_text(json.dumps(resolved, indent=1) + "\n")
                     print(f"{file.stem}: {mean([result], 'accuracy')}, last {mean([result], 'last')}", flush=True)
         print(f"  {len(group)} runs in {time.perf_counter() - started:.1f} s", flush=True)
 
 
 def watch(until: float) -> Callable[[Progress], None]:
-    """Return what says how far a launch is, and gives up what would end too late, to judge by its last 50 rounds.
+    """Return a callback that prints the progress of a launch, and ends it if it would not finish in time.
 
-    Not before round 100: in the first, graphs are made, and FedALA's clients take up to a hundred epochs once.
+    The estimate is from its last 50 rounds, and not before round 100: graphs are captured in the first rounds, and
+    FedALA's clients take up to a hundred epochs once.
     """
     started = time.perf_counter()
     rounds: dict[int, float] = {}
 
-    def told(at: Progress) -> None:
+    def report(at: Progress) -> None:
         if at.round == 50 and 100 in rounds:
-            rounds.clear()  # another model's runs, or more than there was room for
+            rounds.clear()  # the next launch: of another model, or of runs that did not fit in memory
         if at.round in rounds or at.round % 50:
             return
-        ctx = rounds[at.round] = time.perf_counter()
-        print(f"  round {at.round} of {at.rounds} after {ctx - started:.0f} s", flush=True)
-        if 50 < at.round < at.rounds and ctx + (ctx - rounds[at.round - 50]) / 50 * (at.rounds - at.round) > until:
-            raise FedobpError("they would not end in time: ask for fewer methods at once")
+        now = rounds[at.round] = time.perf_counter()
+        print(f"  round {at.round} of {at.rounds} after {now - started:.0f} s", flush=True)
+        if 50 < at.round < at.rounds and now + (now - rounds[at.round - 50]) / 50 * (at.rounds - at.round) > until:
+            raise FedobpError("the launch would not end in time: name fewer methods")
 
-    return told
+    return report
 
 
 def found(folder: Path, dataset: str, alpha: float = ALPHA) -> dict[str, list[dict[str, Any]]]:
     """Return all results of a dataset, in the order of the methods, by file name without the seed."""
-    known = [f"{name}{mode}" for name in METHODS for mode in ("", "-as-published")]
+    names = [f"{name}{mode}" for name in METHODS for mode in ("", "-as-published")]
     runs: dict[str, list[dict[str, Any]]] = {}
     for file in sorted((folder / setting_of(dataset, alpha)).glob("*.json")):
         runs.setdefault(file.stem.rpartition("-seed")[0], []).append(json.loads(file.read_text()))
-    return {name: runs[name] for name in known if name in runs}
+    return {name: runs[name] for name in names if name in runs}
 
 
 def mean(runs: list[dict[str, Any]], column: str) -> str:
@@ -145,12 +147,12 @@ def mean(runs: list[dict[str, Any]], column: str) -> str:
 
 
 def title(name: str) -> str:
-    """Return what a method is called in tables."""
+    """Return the name of a method in tables."""
     return name.replace("-as-published", ", as published") + (f" (`{MODEL[name]}`)" if name in MODEL else "")
 
 
 def row(name: str, runs: list[dict[str, Any]]) -> list[str]:
-    """Return what was measured of a method, as cells."""
+    """Return the measurements of a method as cells."""
     compute = f"{runs[0]['compute']['visit']:.1f}, {runs[0]['compute']['use']:.1f}"
     columns = [mean(runs, column) for column in ("accuracy", "last", "finetuned")]
     return [title(name), *columns, compute, ", ".join(str(run["seed"]) for run in runs)]
@@ -159,26 +161,26 @@ def row(name: str, runs: list[dict[str, Any]]) -> list[str]:
 HEADER = ["method", "as served", "own last model", "after 5 epochs", "passes in a visit, before use", "seeds"]
 
 
-def markdown(records: list[list[str]]) -> str:
-    """Return rows as a table, the first of them its head."""
-    lines = [f"| {' | '.join(cells)} |" for cells in records]
-    return "\n".join([lines[0], "|---" * len(records[0]) + "|", *lines[1:]])
+def markdown(rows: list[list[str]]) -> str:
+    """Return rows as a table; the first is its header."""
+    lines = [f"| {' | '.join(cells)} |" for cells in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
 def table(given: argparse.Namespace) -> None:
-    """Print what is there as a table in Markdown: means over seeds, beside what was published.
+    """Print all results as a table in Markdown: means over seeds, with the published values.
 
-    Of the authors' runs without momentum we know those at alpha 0.1.
+    The authors' runs without momentum are available at alpha 0.1.
     """
     theirs = json.loads(PUBLISHED.read_text())["accuracy"].get(given.dataset, {})
-    records = [[HEADER[0], "published", "momentum 0", *HEADER[1:]]]
+    rows = [[HEADER[0], "published", "momentum 0", *HEADER[1:]]]
     for name, runs in found(given.out, given.dataset, given.alpha).items():
         method, *cells = row(name, runs)
         row_of = theirs.get(runs[0]["method"], {})
         published = row_of.get("published", {}).get(f"{given.alpha:g}", "")
         without_momentum = row_of.get("momentum 0", "") if given.alpha == ALPHA else ""
-        records.append([method, str(published), str(without_momentum), *cells])
-    print(markdown(records))
+        rows.append([method, str(published), str(without_momentum), *cells])
+    print(markdown(rows))
 
 
 def points(run: dict[str, Any]) -> tuple[list[int], list[float]]:
@@ -187,7 +189,7 @@ def points(run: dict[str, Any]) -> tuple[list[int], list[float]]:
 
 
 def plotting() -> Any:
-    """Return pyplot, which is to write the same bytes every time, and few of them."""
+    """Return pyplot, set up for small files with reproducible bytes."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -217,7 +219,7 @@ def curve(file: Path, lines: dict[str, list[dict[str, Any]]], beside: dict[str, 
 
 
 def overview(file: Path, dataset: str, lines: dict[str, list[dict[str, Any]]]) -> None:
-    """Draw all methods, the best on top: what they serve, what else a client could use, and what was published."""
+    """Draw all methods, the best on top: as served, the other models of a client, and the published values."""
     pyplot = plotting()
     theirs = json.loads(PUBLISHED.read_text())["accuracy"].get(dataset, {})
     order = sorted(lines, key=lambda name: float(mean(lines[name], "accuracy")))
@@ -227,8 +229,8 @@ def overview(file: Path, dataset: str, lines: dict[str, list[dict[str, Any]]]) -
         axes.scatter(
             [float(mean(lines[name], column)) for name in order], order, marker=marker, color=colour, label=label
         )
-    records = {name: theirs.get(lines[name][0]["method"]) for name in order}
-    published = {name: row["published"][str(ALPHA)] for name, row in records.items() if row}
+    rows = {name: theirs.get(lines[name][0]["method"]) for name in order}
+    published = {name: row["published"][str(ALPHA)] for name, row in rows.items() if row}
     axes.scatter([*published.values()], [*published], marker="|", s=120, color="C3", label="published")
     axes.set(xlabel="accuracy, per cent", yticks=range(len(order)), axisbelow=True)
     axes.set_yticklabels([title(name).replace("`", "") for name in order], fontsize="small")
@@ -253,12 +255,12 @@ def pages(given: argparse.Namespace) -> None:
             key: runs[key] for key in ("fedavg", "local", "fedobp") if key in runs and key != name
         }
         curve(image, mine, beside)
-        records = [HEADER, *(row(key, found) for key, found in [*mine.items(), *beside.items()])]
+        rows = [HEADER, *(row(key, found) for key, found in [*mine.items(), *beside.items()])]
         place = "methods/curves" if name == "fedobp" else "curves"
         setting = f"{given.dataset}, Dirichlet({ALPHA}), partition seed 42, 100 clients, 10 a round, 400 rounds"
         text = (
             f"{BEGIN}\n## Measured\n\n{setting}:\nthe best of rounds 100, 200, 300 and 400, mean over seeds "
-            f"(`benchmarks/methods.py`, one H200).\n\n{markdown(records)}\n\n"
+            f"(`benchmarks/methods.py`, one H200).\n\n{markdown(rows)}\n\n"
             f"![accuracy by round]({place}/{image.name})\n\n"
             f"One line per seed. Grey: other methods, first seed.\n{END}\n"
         )
@@ -281,7 +283,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=400)
     parser.add_argument("--precision", default=None)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--minutes", type=float, default=1e9, help="give up what would end later")
+    parser.add_argument("--minutes", type=float, default=1e9, help="end what would take longer")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     {"run": run, "table": table, "pages": pages}[given.section](given)

@@ -1,6 +1,6 @@
-"""What the serial engine and the scoring cost, each as a ratio to a baseline in the same run: `make bench`.
+"""The speed of the serial engine and of scoring, as ratios to a baseline in the same process: `make bench`.
 
-Medians over repeats; times on a shared machine are noisy, ratios in one run less so.
+Values are medians. On a shared machine times are noisy, and ratios in one process less so.
 """
 
 import statistics
@@ -22,7 +22,7 @@ COHORT = 10
 
 
 def median_seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """Return the median time of a piece of work, after one round of warming up."""
+    """Return the median time of a piece of work, after a warm-up."""
     work()
     times = []
     for _ in range(repeats):
@@ -49,7 +49,7 @@ def threshold() -> None:
 
 
 def plain_rounds(federation: Federation, rounds: int) -> None:
-    """FedAvg as a bare loop over one module: the least that the serial engine's work can cost."""
+    """Run FedAvg as a bare loop over one module: the smallest cost that the serial engine can have."""
     config, data = federation.config, federation.data
     module = federation.model.module()
     shared = {name: tensor.clone() for name, tensor in module.state_dict().items()}

@@ -51,19 +51,21 @@ def overwritten_buffers(text):
     for loop in re.finditer(r"^( *)%\S+ = scf.for .*?^\1}", text, re.MULTILINE | re.DOTALL):
         ahead = Counter(place.get(to, to) for to in into.findall(text[: loop.start()]))
         reading, copied = [], {}
-        for turn, line in product((1, 2), loop[0].splitlines()):
+        for iteration, line in product((1, 2), loop[0].splitlines()):
             if dot := re.search(r"warp_group_dot ([^\s,]+), ([^\s,]+),.*isAsync = true", line):
-                reading.append((turn, {place.get(operand, operand) for operand in dot.groups()}))
+                reading.append((iteration, {place.get(operand, operand) for operand in dot.groups()}))
             if wait := re.search(r"warp_group_dot_wait .*pendings = (\d+)", line):
                 reading = reading[max(0, len(reading) - int(wait[1])) :]
             if to := into.search(line):
                 buffer = place.get(to[1], to[1])
-                if any(buffer in read and slots[buffer] <= ahead[buffer] + turn - since for since, read in reading):
+                if any(
+                    buffer in read and slots[buffer] <= ahead[buffer] + iteration - since for since, read in reading
+                ):
                     found.add(buffer)
-                copied[buffer] = turn
+                copied[buffer] = iteration
             if load := re.search(r"local_load (%\S+)", line):
                 buffer = place.get(load[1], load[1])
-                if buffer in copied and slots[buffer] <= ahead[buffer] + copied[buffer] - turn:
+                if buffer in copied and slots[buffer] <= ahead[buffer] + copied[buffer] - iteration:
                     found.add(buffer)
     return found
 

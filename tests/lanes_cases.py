@@ -183,8 +183,8 @@ def finish(model, client):
     """Keep and upload the model, and upload the entries that were not sent."""
     kept = client.download["part"].keep
     sent = {"theta": client.theta, "other": client.scratch["other"], "scale": client.scratch["scale"]}
-    client = client.remember(theta=client.theta, visits=client.state["visits"] + 1)
-    return client.send(**sent, part=Sparse(client.theta, ~kept), visits=client.state["visits"])
+    client = client.remember(theta=client.theta, trained=client.state["trained"] + 1)
+    return client.send(**sent, part=Sparse(client.theta, ~kept), trained=client.state["trained"])
 
 
 def halve(model, client):
@@ -262,7 +262,7 @@ PHASES: dict[str, list[Any]] = {
 
 
 def uses_logits(items):
-    """Whether a method's own function computes logits in a program."""
+    """Whether a function of the method computes logits in a program."""
     return any(isinstance(item, Sweep) or (isinstance(item, Train) and item.loss) for item in items)
 
 
@@ -317,9 +317,9 @@ MIXED = [
 
 
 def make_pool(model, device="cpu", dtype=torch.float64, seed=5, data=None):
-    """Return clients whose state is a model and a count of visits."""
+    """Return clients whose state is a model and a count of rounds."""
     theta = model.initial(3).to(device, dtype)
-    state = {"theta": theta.flip(0), "visits": torch.zeros((), dtype=torch.int64, device=device)}
+    state = {"theta": theta.flip(0), "trained": torch.zeros((), dtype=torch.int64, device=device)}
     return ClientPool(data or federated(device, dtype), state, theta, seed, Budget())
 
 

@@ -1,4 +1,4 @@
-"""Named tensors: what clients and server hold and send. A record may be one client's, or a cohort's (leading axis)."""
+"""Named tensors that clients and server hold and send: one client's, or a cohort's, which have a leading axis."""
 
 import math
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def stack(records: Sequence[Record]) -> Record:
 
 
 def mask_unsent(record: Record) -> Record:
-    """Return what the receiver of a record gets: NaN in entries that are not sent."""
+    """Return a record as its receiver gets it: with NaN in entries that are not sent."""
     return {
         name: Sparse(torch.where(value.keep, value.values, value.values.new_full((), math.nan)), value.keep)
         if isinstance(value, Sparse)

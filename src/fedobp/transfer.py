@@ -1,4 +1,4 @@
-"""Copies between the host and a device that do not wait for the device."""
+"""Copies between the host and a device that do not synchronise with the device."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -10,7 +10,7 @@ from torch import Tensor
 def to_device(values: Sequence[float] | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return numbers as a tensor on a device.
 
-    A plain copy to CUDA waits until the device has done all that it was told before; from pinned memory it need not.
+    A copy to CUDA synchronises with the device, unless it is from pinned memory.
     """
     tensor = torch.as_tensor(values, dtype=dtype)
     if device.type != "cuda" or tensor.is_cuda:
@@ -19,22 +19,21 @@ def to_device(values: Sequence[float] | Tensor, device: torch.device, dtype: tor
 
 
 class AsyncCopy:
-    """A tensor on its way to the CPU.
+    """A copy of a tensor to the CPU, which is queued at once.
 
-    The copy is asked for at once, so that later only this one has to have arrived, and not all that the device was told
-    in the meantime.
+    Reading it waits for the copy alone, and not for work that is queued after it.
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._value, self._there = tensor, cast(torch.cuda.Event | None, None)
+        self._value, self._copied = tensor, cast(torch.cuda.Event | None, None)
         if tensor.is_cuda:
             self._value = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._value.copy_(tensor, non_blocking=True)
-            self._there = torch.cuda.Event()
-            self._there.record()
+            self._copied = torch.cuda.Event()
+            self._copied.record()
 
     def value(self) -> Tensor:
-        """Wait for it, and return it."""
-        if self._there is not None:
-            self._there.synchronize()
+        """Wait for the copy, and return it."""
+        if self._copied is not None:
+            self._copied.synchronize()
         return self._value

@@ -78,10 +78,10 @@ def test_a_job_is_assigned_with_all_its_fields():
 
 # Moving a client to another pool.
 
-STATE = {"theta": torch.zeros(3), "visits": torch.tensor(0), "mask": torch.zeros(2, dtype=torch.bool)}
+STATE = {"theta": torch.zeros(3), "count": torch.tensor(0), "mask": torch.zeros(2, dtype=torch.bool)}
 TRAINED = {
     "theta": torch.tensor([[float("nan"), -0.0, 1e-45]]),
-    "visits": torch.tensor([2**62 + 1]),
+    "count": torch.tensor([2**62 + 1]),
     "mask": torch.tensor([[True, False]]),
 }
 

@@ -5,7 +5,7 @@ from copy import deepcopy
 import torch
 
 from engine.stack_cases import ALL, BATCH, MAKE, RULES, flat, stack_of
-from fedobp.engine.cuda_graphs import KINDS, Graphs, padded_lanes
+from fedobp.engine.cuda_graphs import CACHE_SIZE, Graphs, padded_lanes
 from fedobp.engine.sgd import active, run_steps
 
 
@@ -39,7 +39,7 @@ def test_replaying_equals_stepping_through_rounds_of_all_sizes(used):
     for round, steps in enumerate(rounds):
         stack = stack_of(steps, used, seed=round)
         plain = deepcopy(stack)
-        slots = graphs.run_steps("kind", *stack, steps, MAKE)
+        slots = graphs.run_steps("group", *stack, steps, MAKE)
         run_steps(*plain, steps, MAKE)
         torch.testing.assert_close(flat(stack[1]), flat(plain[1]), rtol=0, atol=1e-12)
         torch.testing.assert_close(stack[1]["loss"], plain[1]["loss"], rtol=0, atol=1e-12)
@@ -49,16 +49,16 @@ def test_replaying_equals_stepping_through_rounds_of_all_sizes(used):
 def test_graphs_are_captured_once_for_each_size():
     graphs = CountingGraphs()
     for seed, steps in enumerate([[4, 3, 3], [4, 4, 4], [8, 2, 1], [2, 2]]):
-        graphs.run_steps("kind", *stack_of(steps, seed=seed), steps, MAKE)
+        graphs.run_steps("group", *stack_of(steps, seed=seed), steps, MAKE)
     assert graphs.captured == 3
 
 
-def test_other_tensors_and_other_kinds_have_separate_graphs():
+def test_other_tensors_and_other_groups_have_separate_graphs():
     graphs = CountingGraphs()
     for used in RULES.values():
         stack = stack_of([2, 2], used)
         plain = deepcopy(stack)
-        graphs.run_steps("kind", *stack, [2, 2], MAKE)
+        graphs.run_steps("group", *stack, [2, 2], MAKE)
         run_steps(*plain, [2, 2], MAKE)
         torch.testing.assert_close(flat(stack[1]), flat(plain[1]), rtol=0, atol=1e-12)
     assert graphs.captured == len(RULES)
@@ -66,25 +66,25 @@ def test_other_tensors_and_other_kinds_have_separate_graphs():
     assert graphs.captured == len(RULES) + 1
 
 
-def test_the_most_recently_used_kinds_are_cached():
+def test_the_most_recently_used_groups_are_cached():
     graphs, stack = CountingGraphs(), stack_of([2, 2])
-    for kind in [*range(KINDS), 0, KINDS, 0, 1]:
-        graphs.run_steps(kind, *deepcopy(stack), [2, 2], MAKE)
-    assert [key[0] for key in graphs._cache] == [*range(3, KINDS), KINDS, 0, 1]
-    assert graphs.captured == KINDS + 2
+    for group in [*range(CACHE_SIZE), 0, CACHE_SIZE, 0, 1]:
+        graphs.run_steps(group, *deepcopy(stack), [2, 2], MAKE)
+    assert [key[0] for key in graphs._cache] == [*range(3, CACHE_SIZE), CACHE_SIZE, 0, 1]
+    assert graphs.captured == CACHE_SIZE + 2
 
 
 def test_results_do_not_depend_on_old_buffer_contents():
     """Velocities, counters, and the contents of unused lanes and steps."""
     steps, used = [3, 2, 2], RULES["everything"]
     graphs, stack = Graphs(), stack_of(steps, used)
-    graphs.run_steps("kind", *stack_of([9] * 12, used, seed=1), [9] * 12, MAKE)
+    graphs.run_steps("group", *stack_of([9] * 12, used, seed=1), [9] * 12, MAKE)
     [kept] = graphs._cache.values()
     tensors = [*kept.given["rule"].values(), kept.given["std"], *kept.moving["tensors"].values(), kept.moving["loss"]]
     for tensor in tensors:
         tensor.fill_(True if tensor.dtype == torch.bool else torch.nan)
     kept.counter.fill_(5)
     plain = deepcopy(stack)
-    graphs.run_steps("kind", *stack, steps, MAKE)
+    graphs.run_steps("group", *stack, steps, MAKE)
     run_steps(*plain, steps, MAKE)
     torch.testing.assert_close(flat(stack[1]), flat(plain[1]), rtol=0, atol=1e-12)

@@ -271,7 +271,7 @@ def test_a_sweep_goes_through_every_batch_of_every_epoch():
     assert swept(1, Sweep(note, 2)) == expected_notes(1, 2)
     assert [line[1] for line in swept(1, Sweep(note, 2))] == [4, 4, 1, 4, 4, 1]
     assert [line[1] for line in swept(1, Sweep(note, smallest=2))] == [4, 4]
-    assert len({line[2] for line in swept(0, Sweep(note, 5))}) == 15, "every step has a key of its own"
+    assert len({line[2] for line in swept(0, Sweep(note, 5))}) == 15, "the key of every step is different"
 
 
 def test_a_sweep_of_a_part_sees_the_same_samples_in_every_epoch():

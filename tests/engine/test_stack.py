@@ -41,25 +41,25 @@ def weights(model):
     return torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) / 3
 
 
-def by_copy(model, theta, x, turn):
-    """Run the module lane by lane; `turn` maps the outputs to a scalar."""
+def by_copy(model, theta, x, to_scalar):
+    """Run the module lane by lane; `to_scalar` maps the outputs to one number."""
     outputs, slopes, inputs = [], [], []
     module = deepcopy(model.structure).double()
     for vector, samples in zip(theta, x, strict=True):
         model.load(module, vector)
         samples = samples.clone().requires_grad_()
         found = module(samples)
-        gradients = torch.autograd.grad(turn(found), [samples, *module.parameters()])
+        gradients = torch.autograd.grad(to_scalar(found), [samples, *module.parameters()])
         outputs.append(found.detach())
         inputs.append(gradients[0])
         slopes.append(torch.cat([gradient.flatten() for gradient in gradients[1:]]))
     return torch.stack(outputs), torch.stack(slopes), torch.stack(inputs)
 
 
-def at_once(model, form, theta, x, turn):
+def at_once(model, form, theta, x, to_scalar):
     theta, x = theta.clone().requires_grad_(), x.clone().requires_grad_()
     outputs = stacked(model, form)(model.layout.views(theta), x)
-    slopes, inputs = torch.autograd.grad(sum(turn(lane) for lane in outputs), [theta, x])
+    slopes, inputs = torch.autograd.grad(sum(to_scalar(lane) for lane in outputs), [theta, x])
     return outputs.detach(), slopes, inputs
 
 

@@ -1,4 +1,4 @@
-"""Client records: lazy, stacked on demand, copied when written, and in a file where memory has no room."""
+"""Client records: stacked on demand, copied when written, and in a file where they do not fit in memory."""
 
 import errno
 import gc
@@ -119,9 +119,9 @@ def other(record):
     return {name: ~value if value.dtype == torch.bool else value * 2 for name, value in record.items()}
 
 
-@pytest.mark.parametrize("room", [0, 2 * SIZE, float("inf")], ids=["file", "both", "memory"])
-def test_records_survive_wherever_they_are(room):
-    store = Store(start_record(), 6, Budget(room))
+@pytest.mark.parametrize("memory", [0, 2 * SIZE, float("inf")], ids=["file", "both", "memory"])
+def test_records_are_the_same_wherever_they_are_stored(memory):
+    store = Store(start_record(), 6, Budget(memory))
     for client in (5, 0, 3):
         store[client] = RECORD
     store[0] = other(RECORD)

@@ -49,7 +49,7 @@ RAGGED = {
     "clients": CLIENTS, "rounds": 3, "participation": 0.7, "epochs": 2, "batch_size": BATCH, "lr": 0.05,
     "eval_every": 1, "precision": "fp64", "model": "mlp", "momentum": 0.8, "weight_decay": 0.02, "finetune_epochs": 1,
 }  # fmt: skip
-# Eleven lanes of one kind, which a graph of twelve runs, beside runs of other kinds.
+# Eleven lanes of one group, which a graph of twelve runs, beside runs of other groups.
 MIXED = [
     Plan(),
     Plan(hparams={"lr": 0.02, "momentum": 0.5}, seed=6),

@@ -1,6 +1,6 @@
-"""Engines run the clients: they hold the clients' data and state, and run their programs.
+"""Engines run the programs of clients on their data.
 
-The round talks to an engine through `Engine` alone, so it is the same text for every way of running clients.
+A round uses an engine through the protocol `Engine` alone, so its code is the same for every engine.
 """
 
 from fedobp.engine.client_pool import ClientPool, ClientSnapshot, PoolJob

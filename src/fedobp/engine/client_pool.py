@@ -1,4 +1,4 @@
-"""The clients of one run on this machine: their data, their state, their last local models."""
+"""The clients of one run on this machine: their data, state and last local models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from fedobp.records import Tensors
 
 
 class ClientSnapshot(NamedTuple):
-    """What one client keeps from round to round: all that a node has to store."""
+    """What one client keeps between rounds: all that a node has to store."""
 
     state: Tensors
-    last: Tensor | None  # the model that it trained last; None: it never has
+    last: Tensor | None  # the model that it trained last; None: it has not trained yet
 
 
 class ClientPool:
-    """Clients with their data and state, and the seed of their draws.
+    """Clients with their data and state, and the seed of their random draws.
 
     Where a method keeps the last local model in its state (`keeps_last_model`), it is not stored a second time.
     """
@@ -46,17 +46,17 @@ class ClientPool:
         return PoolJob(**vars(job), clients=self)
 
     def keep(self, clients: Sequence[int], state: Tensors, theta: Tensor) -> None:
-        """Keep clients' new state and the models that they have just trained; all with a leading axis."""
+        """Keep the new state and the trained models of clients; all with a leading axis."""
         self.state.scatter(clients, state)
         self._last.scatter(clients, {} if self._keeps_last_model else {"theta": theta})
 
     def untouched_copy(self) -> "ClientPool":
-        """Return the same clients before their first round: what they do changes nothing here."""
+        """Return the same clients before their first round; their training changes nothing here."""
         kept = self._keeps_last_model
         return ClientPool(self.data, *self._initial, self.seed, Budget(), keeps_last_model=kept)
 
     def last(self, client: int) -> Tensor | None:
-        """Return the model that a client trained last, or None if it never has."""
+        """Return the model that a client trained last, or None if it has not trained yet."""
         if client not in self._last:
             return None
         return (self.state if self._keeps_last_model else self._last)[client]["theta"]
@@ -71,7 +71,7 @@ class ClientPool:
         return ClientSnapshot(self.state[client], self.last(client))
 
     def load(self, client: int, snapshot: ClientSnapshot) -> None:
-        """Put a client into the state of a snapshot."""
+        """Give a client the state of a snapshot."""
         self.state[client] = snapshot.state
         if snapshot.last is not None:
             self._last[client] = {} if self._keeps_last_model else {"theta": snapshot.last}
@@ -79,6 +79,6 @@ class ClientPool:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolJob(ClientJob):
-    """A job with the clients that it is for: what an engine runs."""
+    """A job and its clients: what an engine runs."""
 
     clients: ClientPool

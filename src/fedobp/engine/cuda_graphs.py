@@ -18,7 +18,7 @@ from torch.utils import _pytree as trees
 
 from fedobp.engine.sgd import Make, active
 
-KINDS = 32  # the most in the cache: a method that creates its loss in every round has a new kind in every round
+CACHE_SIZE = 32  # groups of phases; a method that creates its loss in every round has a new group in every round
 
 
 def padded_lanes(lanes: int) -> int:
@@ -98,43 +98,43 @@ class _Buffers:
 
 
 class Graphs:
-    """Runs stacks with captured graphs, and caches these for the next phase of the same kind."""
+    """Runs stacks with captured graphs, and caches these for the next phase of the same group."""
 
     def __init__(self) -> None:
         self._cache: dict[Hashable, _Buffers] = {}
 
     def run_steps(
-        self, kind: Hashable, given: Any, moving: Any, plan: Mapping[str, Tensor], steps: Sequence[int], make: Make
+        self, group: Hashable, given: Any, moving: Any, plan: Mapping[str, Tensor], steps: Sequence[int], make: Make
     ) -> int:
-        """Do what `sgd.run_steps` does. Phases of one kind must have the same `make`, but for what the stack holds."""
-        buffers = self._buffers(kind, given, moving, plan, make)
-        groups = [(lanes, len(list(same))) for lanes, same in groupby(map(padded_lanes, active(steps)))]
+        """Do what `sgd.run_steps` does. Phases of one group must have the same `make` but for the tensors."""
+        buffers = self._buffers(group, given, moving, plan, make)
+        runs = [(lanes, len(list(same))) for lanes, same in groupby(map(padded_lanes, active(steps)))]
         buffers.load(given, moving)
-        missing = {lanes for lanes, _ in groups} - set(buffers.graphs)
+        missing = {lanes for lanes, _ in runs} - set(buffers.graphs)
         if missing:
             buffers.plan["counts"].zero_()  # lanes without samples do not change during warm-up and capture
             for lanes in missing:
                 buffers.graphs[lanes] = self._capture(buffers, lanes)
             buffers.load(given, moving)  # warm-up steps change the velocities
         buffers.load_plan(plan)
-        for lanes, times in groups:
+        for lanes, times in runs:
             for _ in range(times):
                 buffers.graphs[lanes]()
         for target, values in zip(trees.tree_leaves(moving), trees.tree_leaves(buffers.moving), strict=True):
             target.copy_(values[: len(target)])
-        return sum(lanes * times for lanes, times in groups) * plan["ids"].shape[2]
+        return sum(lanes * times for lanes, times in runs) * plan["ids"].shape[2]
 
-    def _buffers(self, kind: Hashable, given: Any, moving: Any, plan: Mapping[str, Tensor], make: Make) -> _Buffers:
+    def _buffers(self, group: Hashable, given: Any, moving: Any, plan: Mapping[str, Tensor], make: Make) -> _Buffers:
         leaves, _ = trees.tree_flatten_with_path((given, moving))
         tensors = tuple((trees.keystr(path), values.shape[1:], values.dtype) for path, values in leaves)
-        key = (kind, tensors, plan["ids"].shape[2])
+        key = (group, tensors, plan["ids"].shape[2])
         steps, lanes = plan["counts"].shape
         buffers = self._cache.pop(key, None)
         old = buffers.capacity if buffers else (0, 0)
         if buffers is None or old[0] < steps or old[1] < padded_lanes(lanes):
             # Twice the steps of this phase: rounds differ in length, and larger buffers would need new graphs.
             buffers, capacity = None, (max(2 * steps, old[0]), max(padded_lanes(lanes), old[1]))
-            for oldest in list(self._cache)[: 1 - KINDS]:  # free the oldest before allocating
+            for oldest in list(self._cache)[: 1 - CACHE_SIZE]:  # free the oldest before allocating
                 del self._cache[oldest]
             buffers = self._empty(given, moving, plan, make, *capacity)
         self._cache[key] = buffers  # at the end: the cache is ordered by last use

@@ -1,4 +1,4 @@
-"""How failures of runs are kept apart, and what is said about models that cannot be trained on."""
+"""Failures of runs as values, and the errors for models that cannot be trained further."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def caught(function: Callable[[], T]) -> T | BaseException:
-    """Return what a function returns or raises, whatever that is; only an interrupt passes."""
+    """Return what a function returns, or the exception that it raises; only interrupts are raised."""
     try:
         return function()
     except (KeyboardInterrupt, Stopped):
@@ -21,12 +21,12 @@ def caught(function: Callable[[], T]) -> T | BaseException:
         return error
 
 
-def without_failures(answers: Sequence[CohortUpdate | BaseException]) -> list[CohortUpdate]:
-    """Return answers, or raise the first exception among them."""
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-    return [answer for answer in answers if isinstance(answer, CohortUpdate)]
+def without_failures(updates: Sequence[CohortUpdate | BaseException]) -> list[CohortUpdate]:
+    """Return updates, or raise the first exception among them."""
+    for update in updates:
+        if isinstance(update, BaseException):
+            raise update
+    return [update for update in updates if isinstance(update, CohortUpdate)]
 
 
 def refuse_batch_norm(model: Model) -> None:
@@ -38,11 +38,11 @@ def refuse_batch_norm(model: Model) -> None:
 
 
 def diverged(ctx: RoundContext, finite: Tensor, hparams: Mapping[str, float], method: Method) -> FedobpError:
-    """Return what to say when clients' weights are no longer numbers; `finite` is False for those.
+    """Return the error for clients whose loss or weights are no longer finite; `finite` is False for those.
 
     A penalty of strength s, such as weight decay, moves a weight by lr s of its distance in a step: with momentum m
-    that alone diverges where lr s is above 2 (1 + m). Where no number is that large, the learning rate is named, and
-    what was raised beside it.
+    that alone diverges where lr s is above 2 (1 + m). Where no number is that large, the learning rate is named, with
+    the momentum and all options above their defaults.
     """
     client = int(ctx.cohort[~finite.cpu()][0])
     lr, momentum = hparams["lr"], hparams["momentum"]

@@ -1,4 +1,4 @@
-"""The gradient over all clients' data: a simulation can compute it, a real federation cannot."""
+"""The gradient over all clients' data, which a simulation can compute and a real federation cannot."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ _ROWS, _SAMPLES = 10, 256  # at once
 
 
 def global_gradient(model: Model, data: FederatedData, precision: Precision, theta: Tensor) -> Tensor:
-    """Return the gradient of the mean loss over all clients' training samples, at each of [rows, N]."""
+    """Return the gradient of the mean loss over all clients' training samples, at each row of [rows, N]."""
     refuse_batch_norm(model)
     ids = data.pooled_ids("train")
 

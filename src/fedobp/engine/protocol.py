@@ -1,4 +1,4 @@
-"""What a round asks of clients, and what an engine is: the interface between the two."""
+"""The interface between a round and an engine: jobs, results and counters."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,25 +22,25 @@ class ClientJob:
     program: Program
     hparams: Mapping[str, float]
     download: Record = field(default_factory=dict)
-    predict: Predict | None = None  # how logits come from what a program leaves in `scratch`; None: from theta
+    predict: Predict | None = None  # logits from what a program leaves in `scratch`; None: the model theta's
 
     def with_download(self, download: Record) -> "ClientJob":
-        """Return the job with what the cohort is sent."""
+        """Return the job with the cohort's download."""
         return replace(self, download=download)
 
 
 class PersonalModels(NamedTuple):
-    """The models that a cohort uses now, with a leading axis of clients."""
+    """The models that a cohort uses at present, with a leading axis of clients."""
 
     theta: Tensor
-    mine: Tensor  # which entries are the client's own
-    scratch: Tensors  # for a job with `predict`, all that its program left; else empty
+    mine: Tensor  # which entries are personal
+    scratch: Tensors  # all that the program left, for a job with `predict`; otherwise empty
     processed: int  # samples that went through the clients' models
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What was computed: lane-steps, the batch slots of all steps, and the real samples in them."""
+    """Amounts of computation: steps of lanes, the batch slots of all steps, and the real samples in them."""
 
     steps: int = 0
     slots: int = 0
@@ -54,19 +54,19 @@ class Counters:
 
     @property
     def occupancy(self) -> float:
-        """The share of computed slots that held a sample; the rest is padding."""
+        """The share of batch slots with a sample; the rest is padding."""
         return self.samples / self.slots if self.slots else 1.0
 
 
 class Prepared(NamedTuple):
-    """Batch orders that an engine has computed ahead, by what they depend on."""
+    """Batch orders that an engine has computed in advance, by all that they depend on."""
 
     orders: Mapping[Hashable, tuple[Tensor, Tensor]]
     stream: Any = None  # the CUDA stream that computes them
 
 
 class Engine(Protocol):
-    """What runs the clients. The round is the same text for every engine."""
+    """Runs the programs of clients."""
 
     counters: Counters  # of all that this engine has run
 
@@ -75,7 +75,7 @@ class Engine(Protocol):
     ) -> list[CohortUpdate | BaseException]:
         """Run the client programs of several runs on their cohorts, and keep each client's new state.
 
-        A run whose program fails answers with its exception, and the others are not affected. `prepared` is what
+        The result of a run whose program fails is its exception; the other runs are not affected. `prepared` is what
         `prepare` returned for these jobs.
         """
 
@@ -83,13 +83,13 @@ class Engine(Protocol):
         """Do the same, and raise the first exception."""
 
     def prepare(self, jobs: Sequence["PoolJob"]) -> Prepared:
-        """Compute ahead what the next jobs need, while a device works on the last ones; they have no downloads yet."""
+        """Compute in advance what the next jobs need, while a device still works; these jobs have no downloads yet."""
 
     def personalize(self, job: "PoolJob") -> PersonalModels:
         """Run a program on a cohort for the models that it uses; changes of client state are dropped."""
 
     def predict(self, job: "PoolJob", theta: Tensor, split: Split, scratch: Tensors | None = None) -> list[Tensor]:
-        """Return the labels that each client's model gives to its samples, on the CPU.
+        """Return the labels that each client's model predicts for its samples, on the CPU.
 
-        With `scratch`, what `personalize` returned, it is the job's `predict` that computes them.
+        With `scratch`, as returned by `personalize`, the job's `predict` computes the logits.
         """

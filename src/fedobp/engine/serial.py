@@ -1,4 +1,7 @@
-"""The serial engine: one client after another, an ordinary module and `torch.optim.SGD`. Slow, obvious, the oracle."""
+"""The serial engine: one client after another, in an ordinary module with `torch.optim.SGD`.
+
+It is slow and simple, and the oracle of the lanes engine.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,7 +40,7 @@ class Serial:
     def try_train(
         self, jobs: Sequence[PoolJob], prepared: Prepared | None = None
     ) -> list[CohortUpdate | BaseException]:
-        """Run client programs, run after run and client after client, and keep each client's new state."""
+        """Run the client programs one after another, and keep each client's new state."""
         return [caught(partial(self._train, job)) for job in jobs]
 
     def train(self, jobs: Sequence[PoolJob], prepared: Prepared | None = None) -> list[CohortUpdate]:
@@ -61,7 +64,7 @@ class Serial:
         return CohortUpdate(stack(uploads), n, sum(sizes), torch.stack(losses), torch.stack(finite), processed)
 
     def prepare(self, jobs: Sequence[PoolJob]) -> Prepared:
-        """Compute nothing ahead."""
+        """Compute nothing in advance."""
         return Prepared({})
 
     def personalize(self, job: PoolJob) -> PersonalModels:
@@ -78,7 +81,7 @@ class Serial:
         return PersonalModels(theta, mine, rest, (self.counters - before).samples)
 
     def predict(self, job: PoolJob, theta: Tensor, split: Split, scratch: Tensors | None = None) -> list[Tensor]:
-        """Return the labels that each client's model gives to its samples, on the CPU."""
+        """Return the labels that each client's model predicts for its samples, on the CPU."""
         found = []
         module = self._module(theta).eval()
         with torch.no_grad(), deterministic(self._precision, self._threads), autocast(self._precision, theta):
@@ -90,7 +93,7 @@ class Serial:
         return found
 
     def _run(self, job: PoolJob, client: int, position: int, purpose: Purpose) -> tuple[Client, Tensor]:
-        """Run one client's program: this is also all that a remote node does."""
+        """Run one client's program. A remote node does no more than this."""
         clients, like = job.clients, job.clients.data.mean
         hparams = {name: like.new_tensor(value) for name, value in job.hparams.items()}
         counts = clients.data.counts(client)
@@ -128,7 +131,7 @@ class Serial:
                 yield Batch(x[picked], y[picked], x.new_ones(len(picked)), step_key(key, epoch, at).to(y.device), *when)
 
     def _sweep(self, client: Client, phase: Sweep, key: Tensor, x: Tensor, y: Tensor) -> Client:
-        """Run a method's own function on a client's batches."""
+        """Run a method's function on a client's batches."""
         if phase.fraction < 1:
             chosen = subset(key, len(y), phase.fraction).to(y.device)
             x, y = x[chosen], y[chosen]
@@ -144,7 +147,7 @@ class Serial:
         return replace(client, data={**client.data, "steps": torch.full_like(client.data["n"], steps)})
 
     def _module(self, like: Tensor) -> nn.Module:
-        """Return the module that plays every client in turn, on the device and in the type of a tensor."""
+        """Return the module in which all clients train, with the device and type of a tensor."""
         where = (like.device, like.dtype)
         if where not in self._modules:
             self._modules[where] = self._model.module().to(*where)
@@ -154,9 +157,9 @@ class Serial:
 def sgd(
     model: Model, module: nn.Module, client: Client, phase: Train, data: Iterable[Batch]
 ) -> tuple[Client, list[Tensor]]:
-    """Eq. 10 and its relatives: train in an ordinary module, or, with a loss of its own, the client's vectors.
+    """Run SGD (eq. 10): in an ordinary module or, if the phase has a loss, on the client's vectors.
 
-    Returns the client with its trained vectors, and the loss of each batch.
+    Return the client with its trained vectors, and the loss of each batch.
     """
     scratch, hparams, first = client.scratch, client.hparams, phase.learn[0]
     model.load(module, scratch[first])
@@ -179,14 +182,14 @@ def sgd(
             loss = phase.loss(model, client.set(**vectors), batch)
         loss.backward()
         for one in learned:
-            if one.grad is None:  # the loss does not use it: its gradient is 0, and weight decay is for all
+            if one.grad is None:  # the loss does not use it: its gradient is 0, but weight decay applies
                 one.grad = torch.zeros_like(one)
         losses.append(loss.detach())
         if plain:
             optimizer.step()
         else:
             _special_step(model, client, phase, learned if phase.loss is None else learned[:1], optimizer)
-            _put_back(statistics, before, _moving(model, client, phase, vectors[first])[model.layout.learned :])
+            _restore(statistics, before, _moving(model, client, phase, vectors[first])[model.layout.learned :])
     if phase.loss is None:
         return client.set(**{first: model.read(module)}), losses
     return client.set(**{name: vector.detach() for name, vector in vectors.items()}), losses
@@ -196,7 +199,7 @@ def sgd(
 def _special_step(
     model: Model, client: Client, phase: Train, pieces: Sequence[Tensor], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Take a step with a pull or a drift, and put back what may not move. `pieces` make up the first vector."""
+    """Take a step with a pull or a drift, and restore fixed entries. `pieces` make up the first vector."""
     before = torch.cat([piece.flatten() for piece in pieces])
     push = torch.zeros_like(before)
     if phase.pull is not None:
@@ -210,7 +213,7 @@ def _special_step(
         piece.grad += part.view_as(piece)
     optimizer.step()
     moving = _moving(model, client, phase, before)[: len(before)]
-    _put_back(pieces, [old.view_as(piece) for old, piece in zip(before.split(sizes), pieces, strict=True)], moving)
+    _restore(pieces, [old.view_as(piece) for old, piece in zip(before.split(sizes), pieces, strict=True)], moving)
 
 
 def _moving(model: Model, client: Client, phase: Train, like: Tensor) -> Tensor:
@@ -225,8 +228,8 @@ def _moving(model: Model, client: Client, phase: Train, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _put_back(pieces: Sequence[Tensor], before: Sequence[Tensor], moving: Tensor) -> None:
-    """Give entries that may not move their old values."""
+def _restore(pieces: Sequence[Tensor], before: Sequence[Tensor], moving: Tensor) -> None:
+    """Give fixed entries their old values."""
     parts = moving.split([piece.numel() for piece in pieces])
     for piece, old, free in zip(pieces, before, parts, strict=True):
         piece.copy_(torch.where(free.view_as(piece), piece, old))

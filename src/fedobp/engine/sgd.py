@@ -1,4 +1,4 @@
-"""Masked SGD on a stack of lanes: the one step that everything fast is made of."""
+"""Masked SGD on a stack of lanes."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from fedobp.models import Layout
 
 @dataclass(frozen=True)
 class Rule:
-    """How vectors move, lane by lane. What a phase does not use is None, and costs nothing.
+    """The update rule of a stack's vectors. Terms that a phase does not use are None, and cost nothing.
 
-    v <- momentum v + (gradient + pull (theta - anchor) + drift + decay theta), theta <- theta - lr v where it may move.
+    v <- momentum v + (gradient + pull (theta - anchor) + drift + decay theta), theta <- theta - lr v where `moving`.
     Numbers are [lanes, 1], vectors [lanes, N].
     """
 
@@ -31,12 +31,12 @@ class Rule:
     velocity: Tensor | None = None
 
     def used(self) -> dict[str, Tensor]:
-        """Return what the rule has."""
+        """Return the terms that the rule has."""
         return {name: values for name, values in vars(self).items() if values is not None}
 
     @property
     def plain(self) -> bool:
-        """Whether this is SGD with a learning rate and nothing else."""
+        """Whether this is SGD with a learning rate and no other term."""
         return list(self.used()) == ["lr"]
 
     def part(self, lanes: int, where: slice = slice(None), shape: Sequence[int] | None = None) -> "Rule":
@@ -52,8 +52,8 @@ class Rule:
         return Rule(**{name: cut(values) for name, values in vars(self).items()})
 
 
-def move(theta: Tensor, gradient: Tensor, rule: Rule, awake: Tensor) -> None:
-    """Take one step in place; lanes that are not awake (0 and not 1) stay as they are."""
+def move(theta: Tensor, gradient: Tensor, rule: Rule, is_active: Tensor) -> None:
+    """Take one step in place; lanes that are not active (0 instead of 1) do not change."""
     if rule.pull is not None and rule.anchor is not None:
         gradient = torch.addcmul(gradient, theta - rule.anchor, rule.pull)
     if rule.drift is not None:
@@ -64,34 +64,34 @@ def move(theta: Tensor, gradient: Tensor, rule: Rule, awake: Tensor) -> None:
         gradient = rule.velocity.mul_(rule.momentum).add_(gradient)
     if rule.moving is not None:
         gradient = gradient.where(rule.moving, 0.0)
-    theta.addcmul_(gradient, rule.lr * awake.view_as(rule.lr), value=-1)
+    theta.addcmul_(gradient, rule.lr * is_active.view_as(rule.lr), value=-1)
 
 
-# A stack of lanes in training: what they are given, what moves (both trees of tensors [lanes, ...]), and a plan that
-# says for every step and lane [steps, lanes, ...] which samples it takes (`ids`), and how many of these are real
-# (`counts`): a lane without any stays as it is. A step of the first lanes is made once, taken many times, and changes
-# `moving` in place.
+# A stack of lanes in training has constants (`given`) and variables (`moving`), both trees of tensors [lanes, ...], and
+# a plan of every step and lane [steps, lanes, ...]: the samples of its batch (`ids`), and how many of these are real
+# (`counts`); a lane without samples does not change. `Make` makes the step of the first lanes, which is taken many
+# times and changes `moving` in place.
 Step = Callable[[dict[str, Tensor]], None]
 Make = Callable[[Any, Any, int], Step]
 
 
 def run_steps(given: Any, moving: Any, plan: Mapping[str, Tensor], steps: Sequence[int], make: Make) -> int:
-    """Take all steps of a stack, whose lanes have the given numbers of them; return how many batch slots that took."""
+    """Take all steps of a stack, whose lanes have the given numbers of steps; return the number of batch slots."""
     most = plan["ids"].shape[2]
-    counts = None if plan["counts"].is_cuda else plan["counts"].tolist()  # there one would wait for it
+    counts = None if plan["counts"].is_cuda else plan["counts"].tolist()  # on CUDA, reading them would synchronise
     step, before, slots = None, 0, 0
     for at, lanes in enumerate(active(steps)):
         if step is None or lanes != before:
             step, before = make(given, moving, lanes), lanes
         width = max(counts[at][:lanes]) if counts else most
-        now = {name: values[at, :lanes] for name, values in plan.items()}
-        step({**now, "ids": now["ids"][:, :width]})
+        current = {name: values[at, :lanes] for name, values in plan.items()}
+        step({**current, "ids": current["ids"][:, :width]})
         slots += lanes * width
     return slots
 
 
 def active(steps: Sequence[int]) -> list[int]:
-    """Return, step by step, how many lanes still have one; `steps` falls from lane to lane."""
+    """Return for each step how many lanes take it; `steps` decreases from lane to lane."""
     found, lanes = [], len(steps)
     for step in range(steps[0]):
         while steps[lanes - 1] <= step:
@@ -101,13 +101,13 @@ def active(steps: Sequence[int]) -> list[int]:
 
 
 def training(data: FederatedData, learned: Collection[str], layout: Layout, forward: Forward, low: bool) -> Make:
-    """Return how steps of SGD with cross-entropy are made.
+    """Return what makes steps of SGD with cross-entropy.
 
-    Lanes are given `mean`, `std` and a `rule`; `tensors` move, those of them that are learned, and `loss` adds up.
+    `given` has `mean`, `std` and a `rule`; `moving` has `tensors`, whose learned ones change, and sums of `loss`.
     """
 
     def make(given: Any, moving: Any, lanes: int) -> Step:
-        # All views that a step needs, so that a step makes none.
+        # All views are made here, once for all steps.
         tensors = {name: tensor[:lanes].detach() for name, tensor in moving["tensors"].items()}
         weights = [tensor.requires_grad_() for name, tensor in tensors.items() if name in learned]
         rule, total = Rule(**given["rule"]), moving["loss"][:lanes]
@@ -118,12 +118,12 @@ def training(data: FederatedData, learned: Collection[str], layout: Layout, forw
             if name in learned and not rule.plain
         ]
 
-        def step(now: Mapping[str, Tensor]) -> None:
-            ids, counts = now["ids"], now["counts"]
-            x, now_tensors = scaled(data, ids, mean, std), tensors
+        def step(current: Mapping[str, Tensor]) -> None:
+            ids, counts = current["ids"], current["counts"]
+            x, operands = scaled(data, ids, mean, std), tensors
             if low:  # float32 weights, arithmetic in bfloat16
-                x, now_tensors = x.bfloat16(), {name: tensor.bfloat16() for name, tensor in tensors.items()}
-            logits = forward(now_tensors, x).to(total.dtype).flatten(0, 1)
+                x, operands = x.bfloat16(), {name: tensor.bfloat16() for name, tensor in tensors.items()}
+            logits = forward(operands, x).to(total.dtype).flatten(0, 1)
             each = functional.cross_entropy(logits, data.y[ids].flatten(), reduction="none").view(ids.shape)
             real = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
             loss = (each * real).sum(dim=1) / counts.clamp(min=1)
@@ -131,16 +131,17 @@ def training(data: FederatedData, learned: Collection[str], layout: Layout, forw
                 total.add_(loss)
             if not weights:  # the base of a network that is all head
                 return
-            # The gradient of lr * loss is plain SGD's step: one pass over the weights less. Without samples it is 0.
+            # The gradient of lr * loss is the step of plain SGD, with one pass less over the weights; it is 0 without
+            # samples.
             objective = (loss * lr if rule.plain else loss).sum()
             gradients = torch.autograd.grad(objective, weights, materialize_grads=True)
             with torch.no_grad():
                 if rule.plain:
                     torch._foreach_sub_(weights, gradients)
                     return
-                awake = (counts > 0).to(total.dtype)
+                is_active = (counts > 0).to(total.dtype)
                 for tensor, gradient, each_rule in zip(weights, gradients, rules, strict=True):
-                    move(tensor, gradient, each_rule, awake)
+                    move(tensor, gradient, each_rule, is_active)
 
         return step
 
@@ -148,6 +149,6 @@ def training(data: FederatedData, learned: Collection[str], layout: Layout, forw
 
 
 def scaled(data: FederatedData, ids: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Return the inputs of samples [lanes, batch], each lane's scaled in its own way."""
+    """Return the inputs of samples [lanes, batch], scaled by each lane's constants."""
     x: Tensor = data.x[ids.flatten()].unflatten(0, ids.shape)
     return ((x.to(mean.dtype) / data.unit) - mean) / std

@@ -112,8 +112,8 @@ def _batched_layers(model: Model, form: type[Grouped] | type[Columns]) -> list[t
     if type(model.structure) is not nn.Sequential:
         return None
     layers = [one for one in model.structure.named_modules(remove_duplicate=False) if one[0] and "." not in one[0]]
-    with_parameters = {id(layer) for _, layer in layers if any(True for _ in layer.parameters())}
-    if len(with_parameters) < sum(any(True for _ in layer.parameters()) for _, layer in layers):
+    with_parameters = [layer for _, layer in layers if any(True for _ in layer.parameters())]
+    if len(set(with_parameters)) < len(with_parameters):  # shared weights
         return None
     flat = len(model.shape) == 1
     for _, layer in layers:

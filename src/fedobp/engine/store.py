@@ -1,7 +1,7 @@
 """One record per client: in memory, and beyond a budget in a memory-mapped file.
 
-A client that was never written has the common start record and costs nothing, so a federation's size costs nothing
-either: only those who were ever selected take room.
+A client that was never written has the common start record and takes no memory: only clients that were sampled do,
+however large the federation is.
 """
 
 import os
@@ -19,13 +19,13 @@ from fedobp.records import Tensors
 
 
 class Budget:
-    """Bytes of memory that several stores share; without a number there is no bound."""
+    """Bytes of memory that several stores share; unlimited by default."""
 
     def __init__(self, size: float = float("inf")) -> None:
         self._left = size
 
     def take(self, size: int) -> bool:
-        """Reserve memory, or say that there is too little left."""
+        """Reserve memory; return False if there is too little left."""
         if size > self._left:
             return False
         self._left -= size
@@ -33,7 +33,7 @@ class Budget:
 
 
 class _Mapped:
-    """One field of the clients that memory has no room for: a file that is gone when the process is."""
+    """One field of the clients that do not fit in memory: a temporary file, which is deleted with the process."""
 
     def __init__(self, like: Tensor, clients: int) -> None:
         self._like = like
@@ -41,9 +41,9 @@ class _Mapped:
         try:
             self._file = tempfile.TemporaryFile(prefix="fedobp-clients-")  # noqa: SIM115 (open as long as this lives)
             weakref.finalize(self, self._file.close)
-            self._file.truncate(clients * self._bytes)  # a sparse file: untouched clients take no room on the disk
+            self._file.truncate(clients * self._bytes)  # a sparse file: only written clients take disk space
         except OSError as error:
-            raise _no_room("clients' state", error) from error
+            raise _no_space("clients' state", error) from error
         shape = (clients, self._bytes)
         self._map = np.memmap(self._file, dtype=np.uint8, mode="r", shape=shape) if prod(shape) else None
 
@@ -54,17 +54,17 @@ class _Mapped:
         return data.reshape(self._like.shape).to(self._like.device)
 
     def write(self, client: int, value: Tensor) -> None:
-        # Written through the file and not the mapping: a full disk is then an error and not a crash.
+        # Written to the file and not to the mapping, where a full disk would end the process.
         data = memoryview(value.detach().cpu().contiguous().numpy().tobytes())
         done = 0
         try:
-            while done < len(data):  # on a nearly full disk, and of more than 2 GiB, only a part is written
+            while done < len(data):  # a write to a nearly full disk, or of more than 2 GiB, may be partial
                 done += os.pwrite(self._file.fileno(), data[done:], client * self._bytes + done)
         except OSError as error:
-            raise _no_room(f"client {client}'s state", error) from error
+            raise _no_space(f"client {client}'s state", error) from error
 
 
-def _no_room(what: str, error: OSError) -> FedobpError:
+def _no_space(what: str, error: OSError) -> FedobpError:
     return FedobpError(
         f"cannot keep {what} in a temporary file ({error.strerror or error}): free some space, set TMPDIR to a folder "
         f"on a larger disk, or allow more memory with --store-memory"
@@ -97,27 +97,27 @@ class Store:
         records = [self[client] for client in clients]
         return {name: torch.stack([record[name] for record in records]) for name in self._start}
 
-    def scatter(self, clients: Iterable[int], rows: Tensors) -> None:
-        """Write stacked records back. They are copied: a row of a stack would keep the whole stack in memory."""
+    def scatter(self, clients: Iterable[int], records: Tensors) -> None:
+        """Write stacked records back. They are copied: a view of a stack would keep the whole stack in memory."""
         here = []
         for position, client in enumerate(clients):
             if client in self._kept or (client not in self._spilled and self._budget.take(self._size)):
                 here.append((position, client))
             else:
-                self._spill(client, {name: rows[name][position] for name in self._start})
+                self._spill(client, {name: records[name][position] for name in self._start})
         if not here:
             return
         copies: dict[int, Tensors] = {client: {} for _, client in here}
         for name in self._start:
-            kept = [rows[name][position] for position, _ in here]
-            fresh = [torch.empty_like(row) for row in kept]
-            torch._foreach_copy_(fresh, kept)  # one launch for all of them, where each `clone` would be one
-            for (_, client), row in zip(here, fresh, strict=True):
-                copies[client][name] = row
+            values = [records[name][position] for position, _ in here]
+            fresh = [torch.empty_like(value) for value in values]
+            torch._foreach_copy_(fresh, values)  # one kernel launch, instead of one for each `clone`
+            for (_, client), value in zip(here, fresh, strict=True):
+                copies[client][name] = value
         self._kept |= copies
 
     def _spill(self, client: int, record: Tensors) -> None:
-        """Write the record of a client that memory has no room for."""
+        """Write the record of a client that does not fit in memory."""
         self._spilled.add(client)
         if not self._mapped:
             self._mapped = {name: _Mapped(value, self._clients) for name, value in self._start.items()}

@@ -122,7 +122,7 @@ def test_engines_differ_in_nothing_but_tied_entries(q):
         differing = between[between > 1e-9]  # personal on one engine only
         assert ((differing - least).abs() <= 1e-9 * least).all()
         ties += int(((apart - least).abs() <= 1e-9 * least).sum()) - 1
-    assert ties  # a group of equal scores does lie at a threshold
+    assert ties  # some threshold is in a group of equal scores
 
 
 NO_NORMS = {"pfedfda", "fedrod", "floco", "apfl", "pfedme", "fedala", "flute", "feddpa", "fedpac"}

@@ -41,22 +41,22 @@ def phase_of(item, plan=None, data=DATA, scratch=None):
 @pytest.mark.parametrize("name", ["plain", "everything", "a sweep"])
 def test_runs_with_other_numbers_cohorts_seeds_and_partitions_train_together(name):
     item = PHASES[name][0]
-    kind = phase_of(item).kind
-    assert phase_of(item, Plan(hparams=FAST, seed=9)).kind == kind
-    assert phase_of(item, Plan(cohort=(4, 1))).kind == kind
-    assert phase_of(item, data=DATA.repartitioned(dataset(), shards(1))).kind == kind
-    hash(kind)
+    group = phase_of(item).group
+    assert phase_of(item, Plan(hparams=FAST, seed=9)).group == group
+    assert phase_of(item, Plan(cohort=(4, 1))).group == group
+    assert phase_of(item, data=DATA.repartitioned(dataset(), shards(1))).group == group
+    hash(group)
 
 
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_training_phases_with_other_epochs_train_together(name):
     item = PHASES[name][0]
-    assert phase_of(replace(item, epochs=7)).kind == phase_of(item).kind
+    assert phase_of(replace(item, epochs=7)).group == phase_of(item).group
 
 
 def test_phases_on_other_samples_do_not_train_together():
     for item in (Train(1), Train(1, loss=scaled_loss), Sweep(fit_scale)):
-        assert phase_of(item, data=federated()).kind != phase_of(item).kind
+        assert phase_of(item, data=federated()).group != phase_of(item).group
 
 
 def test_phases_with_other_terms_do_not_train_together():
@@ -65,7 +65,7 @@ def test_phases_with_other_terms_do_not_train_together():
         Train(1, drift="drift"), Train(1, loss=scaled_loss), Train(1, loss=lambda model, client, batch: batch.x.sum()),
         Sweep(fit_scale), Sweep(fit_scale, 2), Sweep(fit_scale, whole=True),
     ]  # fmt: skip
-    assert len({phase_of(item).kind for item in items}) == len(items)
+    assert len({phase_of(item).group for item in items}) == len(items)
 
 
 def test_a_function_may_read_all_of_a_client_so_names_and_shapes_must_agree():
@@ -74,8 +74,8 @@ def test_a_function_may_read_all_of_a_client_so_names_and_shapes_must_agree():
         {"theta": theta}, {"theta": theta, "other": theta}, {"theta": theta, "other": theta[:, :3]},
         {"theta": theta, "another": theta[:, :3]},
     ]  # fmt: skip
-    with_loss = {phase_of(Train(1, loss=scaled_loss), scratch=scratch).kind for scratch in scratches}
-    plain = {phase_of(Train(1), scratch=scratch).kind for scratch in scratches}
+    with_loss = {phase_of(Train(1, loss=scaled_loss), scratch=scratch).group for scratch in scratches}
+    plain = {phase_of(Train(1), scratch=scratch).group for scratch in scratches}
     assert (len(with_loss), len(plain)) == (len(scratches), 1)
 
 
@@ -90,5 +90,5 @@ class WithLoss:
 
 
 def test_bound_methods_of_equal_objects_are_the_same_loss():
-    kinds = [phase_of(Train(1, loss=WithLoss(mu).loss)).kind for mu in (1.0, 1.0, 2.0)]
-    assert kinds[0] == kinds[1] != kinds[2]
+    groups = [phase_of(Train(1, loss=WithLoss(mu).loss)).group for mu in (1.0, 1.0, 2.0)]
+    assert groups[0] == groups[1] != groups[2]

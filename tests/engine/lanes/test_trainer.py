@@ -57,9 +57,9 @@ def test_the_samples_of_a_step_are_those_of_each_clients_batches(trainer):
     ids, counts = trainer.data_order(lanes)
     assert ids.shape == (6, 4, BATCH)
     for at, lane in enumerate(lanes):
-        own = pool.data.ids(torch.tensor([lane.client]), torch.arange(lane.n)[None], "train")[0]
+        samples = pool.data.ids(torch.tensor([lane.client]), torch.arange(lane.n)[None], "train")[0]
         key = phase.keys[lane.row]
-        expected = [own[batch].tolist() for epoch in range(2) for batch in batches(fold(key, epoch), lane.n, BATCH)]
+        expected = [samples[batch].tolist() for epoch in range(2) for batch in batches(fold(key, epoch), lane.n, BATCH)]
         found = [row[:count].tolist() for row, count in zip(ids[:, at], counts[:, at].tolist(), strict=True)]
         assert found == expected + [[]] * (6 - len(expected))
 

@@ -30,7 +30,7 @@ def replaying(monkeypatch):
     """Replay a method's functions on the CPU, as on CUDA; lanes are padded to multiples of three, so some are idle."""
 
     def replayed(self, lanes, given, moving, plan, steps, make):
-        return self._graphs.run_steps(lanes[0].phase.kind, given, moving, plan, steps, make)
+        return self._graphs.run_steps(lanes[0].phase.group, given, moving, plan, steps, make)
 
     monkeypatch.setattr(Vectorised, "_run_steps", replayed)
     monkeypatch.setattr("fedobp.engine.cuda_graphs.padded_lanes", lambda lanes: -(-lanes // 3) * 3)

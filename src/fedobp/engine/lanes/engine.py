@@ -1,7 +1,7 @@
 """The lanes engine: all clients of a round, and of all runs of a launch, train at once.
 
-A lane is one (run, client) pair with its own weights, data order and state. The programs of several runs advance side
-by side: plain functions are vectorised over a cohort, and wherever several runs have reached a phase of one kind, their
+A lane is one (run, client) pair with its own weights, batch order and state. The programs of several runs advance side
+by side: plain functions are vectorised over a cohort, and where several runs have reached phases of one group, their
 lanes train together. On CUDA the steps are replayed from graphs.
 """
 
@@ -19,7 +19,7 @@ from torch.func import vmap
 from fedobp.data import Split
 from fedobp.engine.batch_order import batches_of
 from fedobp.engine.client_pool import PoolJob
-from fedobp.engine.cuda_graphs import KINDS, Graphs
+from fedobp.engine.cuda_graphs import CACHE_SIZE, Graphs
 from fedobp.engine.failures import caught, without_failures
 from fedobp.engine.kernels import fused_for
 from fedobp.engine.lanes.phases import Phase, PhaseResult
@@ -44,25 +44,25 @@ _STREAMS = 16
 
 
 class Finished(NamedTuple):
-    """A cohort after its program."""
+    """A cohort at the end of its program."""
 
     client: Client  # with a leading axis
     loss: Tensor
     processed: int  # samples that went through models
 
 
-Steps = Generator[Phase, PhaseResult, Finished]  # of a program: it stops at every phase
+Steps = Generator[Phase, PhaseResult, Finished]  # a program, which stops at every phase
 
 
 class Lanes:
-    """Runs cohorts side by side. `memory` bounds, in bytes, what lanes of one kind that train at one time may take."""
+    """Runs cohorts side by side. `memory` is the limit, in bytes, of the lanes of one group that train at one time."""
 
     def __init__(self, model: Model, batch: int, precision: Precision = "fp32", memory: float = math.inf) -> None:
         self._model, self._batch, self._precision = model, batch, precision
         self._low = precision == "bf16"
         self._forms: dict[str, Forward] = {"cpu": stacked(model, Grouped), "cuda": stacked(model, Columns)}
         graphs = Graphs()
-        # The fused kernels, where there are any for this model on a device.
+        # The fused kernels of a device; None: there are none for this model.
         self._kernels: Callable[[torch.device], Fused | None] = cache(partial(fused_for, model, batch, precision))
         self._functions = Vectorised(model, batch, precision, graphs, self._kernels)
         self._workers = Workers(model, batch, precision, memory, self._forms, self._kernels)
@@ -81,14 +81,14 @@ class Lanes:
         self, jobs: Sequence[PoolJob], prepared: Prepared | None = None
     ) -> list[CohortUpdate | BaseException]:
         """Run the client programs of several runs on their cohorts, and keep each client's new state."""
-        answers: list[Any] = self._run(jobs, Purpose.TRAIN, prepared)
-        for at, (job, answer) in enumerate(zip(jobs, answers, strict=True)):
-            if not isinstance(answer, BaseException):
-                answers[at] = caught(partial(self._kept, job, *answer))
-        runs = [(job, one) for job, one in zip(jobs, answers, strict=True) if not isinstance(one, BaseException)]
+        results: list[Any] = self._run(jobs, Purpose.TRAIN, prepared)
+        for at, (job, result) in enumerate(zip(jobs, results, strict=True)):
+            if not isinstance(result, BaseException):
+                results[at] = caught(partial(self._kept, job, *result))
+        runs = [(job, one) for job, one in zip(jobs, results, strict=True) if not isinstance(one, BaseException)]
         if not runs:
-            return answers
-        # For all runs at once: many small transfers to a device are slower than one.
+            return results
+        # Batched over runs: many small transfers and launches are slower than one.
         sizes = [[job.clients.data.size(client, "train") for client in job.ctx.cohort.tolist()] for job, _ in runs]
         cohorts = list(map(len, sizes))
         finite = torch.cat([sums for _, (_, sums, _, _) in runs]).isfinite()
@@ -100,21 +100,21 @@ class Lanes:
                 runs, sizes, counts, finite.split(cohorts), strict=True
             )
         )
-        return [one if isinstance(one, BaseException) else next(updates) for one in answers]
+        return [one if isinstance(one, BaseException) else next(updates) for one in results]
 
     def train(self, jobs: Sequence[PoolJob], prepared: Prepared | None = None) -> list[CohortUpdate]:
         """Do the same, and raise the first exception."""
         return without_failures(self.try_train(jobs, prepared))
 
     def _kept(self, job: PoolJob, done: Client, loss: Tensor, processed: int) -> tuple[Record, Tensor, Tensor, int]:
-        """Keep clients' new state; return uploads, sums that show what is not finite, losses and samples."""
+        """Keep clients' new state; return uploads, sums (not finite where a weight is not), losses and samples."""
         job.clients.keep(job.ctx.cohort.tolist(), done.state, done.theta)
         return mask_unsent(done.upload), done.theta.sum(dim=1), loss, processed
 
     def prepare(self, jobs: Sequence[PoolJob]) -> Prepared:
-        """Order the samples of the next jobs on a stream of its own, while CUDA works on the last ones.
+        """Compute the batch orders of the next jobs on a separate stream, while CUDA works on the last ones.
 
-        On the CPU nothing is idle, so nothing is computed ahead.
+        On the CPU nothing is computed in advance: no core is idle.
         """
         data = [job.clients.data for job in jobs]
         if not data or not data[0].x.is_cuda:
@@ -132,16 +132,16 @@ class Lanes:
 
     def personalize(self, job: PoolJob) -> PersonalModels:
         """Run a program on a cohort for the models that it uses; changes of client state are dropped."""
-        [answer] = self._run([job], Purpose.SERVE)
-        if isinstance(answer, BaseException):
-            raise answer
-        done = answer.client
+        [result] = self._run([job], Purpose.SERVE)
+        if isinstance(result, BaseException):
+            raise result
+        done = result.client
         none = torch.zeros_like(done.theta, dtype=torch.bool)
         scratch = done.scratch if job.predict else {}
-        return PersonalModels(done.theta, done.scratch.get("mine", none), scratch, answer.processed)
+        return PersonalModels(done.theta, done.scratch.get("mine", none), scratch, result.processed)
 
     def predict(self, job: PoolJob, theta: Tensor, split: Split, scratch: Tensors | None = None) -> list[Tensor]:
-        """Return the labels that each client's model gives to its samples, on the CPU."""
+        """Return the labels that each client's model predicts for its samples, on the CPU."""
         data, clients, device = job.clients.data, job.ctx.cohort, theta.device
         special = partial(job.predict, self._functions.model_on(device)) if job.predict and scratch else None
         sizes = [data.size(client, split) for client in clients.tolist()]
@@ -189,92 +189,92 @@ class Lanes:
     def _run(
         self, jobs: Sequence[PoolJob], purpose: Purpose, prepared: Prepared | None = None
     ) -> list[Finished | BaseException]:
-        """Run all programs side by side; those that have reached phases of one kind train together.
+        """Run all programs side by side; those that have reached phases of one group train together.
 
-        A program that fails ends with its exception, and the others go on.
+        A program that fails ends with its exception; the others continue.
         """
         programs = [self._steps(job, purpose, prepared) for job in jobs]
         done: dict[int, Finished | BaseException] = {}
         waiting: dict[int, tuple[Hashable, Phase]] = {}
 
-        def advance(at: int, answer: PhaseResult | None) -> None:
+        def advance(at: int, result: PhaseResult | None) -> None:
             try:
-                phase = next(programs[at]) if answer is None else programs[at].send(answer)
-                kind = phase.kind
-                hash(kind)
-                waiting[at] = kind, phase
+                phase = next(programs[at]) if result is None else programs[at].send(result)
+                group = phase.group
+                hash(group)
+                waiting[at] = group, phase
             except StopIteration as end:
                 done[at] = end.value
 
-        def go_on(at: int, answer: PhaseResult | BaseException | None) -> None:
-            failure = answer if isinstance(answer, BaseException) else caught(partial(advance, at, answer))
+        def resume(at: int, result: PhaseResult | BaseException | None) -> None:
+            failure = result if isinstance(result, BaseException) else caught(partial(advance, at, result))
             if failure is not None:
                 done[at] = failure
 
         for at in range(len(jobs)):
-            go_on(at, None)
+            resume(at, None)
         while waiting:
             groups: dict[Hashable, list[int]] = {}
-            for at, (kind, _) in waiting.items():
-                groups.setdefault(kind, []).append(at)
-            answers = self._side_by_side({kind: [waiting[at][1] for at in group] for kind, group in groups.items()})
+            for at, (group, _) in waiting.items():
+                groups.setdefault(group, []).append(at)
+            results = self._side_by_side({group: [waiting[at][1] for at in runs] for group, runs in groups.items()})
             waiting.clear()
-            for kind, group in groups.items():
-                for at, answer in zip(group, answers[kind], strict=True):
-                    go_on(at, answer)
+            for group, runs in groups.items():
+                for at, result in zip(runs, results[group], strict=True):
+                    resume(at, result)
         return [done[at] for at in range(len(jobs))]
 
     def _side_by_side(
         self, groups: Mapping[Hashable, Sequence[Phase]]
     ) -> dict[Hashable, list[PhaseResult | BaseException]]:
-        """Carry out phases of several kinds.
+        """Run the phases of several groups.
 
-        On CUDA each kind has its stream, because few lanes leave most of a card idle. That is safe without further
-        care: within a wave nothing runs on the stream that called, and every program holds what its phase reads.
+        On CUDA each group has its stream, because few lanes leave most of a device idle. That is safe: meanwhile
+        nothing runs on the calling stream, and every program keeps references to what its phase reads.
         """
         device = next(iter(groups.values()))[0].job.clients.data.x.device
         if device.type != "cuda":
-            return {kind: self._carry_out(phases) for kind, phases in groups.items()}
-        self._kernels(device)  # their tables are for all streams
+            return {group: self._run_group(phases) for group, phases in groups.items()}
+        self._kernels(device)  # built here: their tables are for all streams
         here, found = torch.cuda.current_stream(), {}
-        # Those last that ask clients whether to go on: there the host waits.
-        for kind, phases in sorted(groups.items(), key=lambda one: getattr(one[1][0].item, "more", None) is not None):
-            stream = self._stream_of(kind)
+        # Sweeps with a stopping rule come last: they synchronise.
+        for group, phases in sorted(groups.items(), key=lambda one: getattr(one[1][0].item, "more", None) is not None):
+            stream = self._stream_of(group)
             stream.wait_stream(here)
             with torch.cuda.stream(stream):
-                found[kind] = self._carry_out(phases)
-        for kind in groups:
-            here.wait_stream(self._stream_of(kind))
+                found[group] = self._run_group(phases)
+        for group in groups:
+            here.wait_stream(self._stream_of(group))
         return found
 
-    def _carry_out(self, phases: Sequence[Phase]) -> list[PhaseResult | BaseException]:
-        """Carry out phases of one kind together; where that fails, without those that fail alone."""
-        results, counters = self._carried_out(phases)
+    def _run_group(self, phases: Sequence[Phase]) -> list[PhaseResult | BaseException]:
+        """Run phases of one group together; if that fails, without those that also fail alone."""
+        results, counters = self._without_failing(phases)
         self.counters += counters
         return results
 
-    def _carried_out(self, phases: Sequence[Phase]) -> tuple[list[PhaseResult | BaseException], Counters]:
+    def _without_failing(self, phases: Sequence[Phase]) -> tuple[list[PhaseResult | BaseException], Counters]:
         found = caught(partial(self._trainer.run, phases))
         if not isinstance(found, BaseException):
             return [*found[0]], found[1]
         if len(phases) == 1:
             return [found], Counters()
-        del found  # its frames hold memory
-        alone, counters = zip(*(self._carried_out([phase]) for phase in phases), strict=True)
+        del found  # the frames of its traceback hold memory
+        alone, counters = zip(*(self._without_failing([phase]) for phase in phases), strict=True)
         results = [one for [one] in alone]
         right = [phase for phase, one in zip(phases, results, strict=True) if not isinstance(one, BaseException)]
         if len(right) in (0, len(phases)):
             return results, sum(counters, Counters())
-        again, counter = self._carried_out(right)  # the steps that they took alone are taken again, and counted once
+        again, counter = self._without_failing(right)  # all steps are taken again, and counted once
         rest = iter(again)
         return [one if isinstance(one, BaseException) else next(rest) for one in results], counter
 
-    def _stream_of(self, kind: Hashable) -> torch.cuda.Stream:
-        """Return a kind's stream, always the same: its graphs share scratch memory with all that runs there."""
-        self._streams[kind] = self._streams.pop(kind) if kind in self._streams else next(self._free)
-        if len(self._streams) > 2 * KINDS:
-            del self._streams[next(iter(self._streams))]  # whose graphs are long gone
-        return self._streams[kind]
+    def _stream_of(self, group: Hashable) -> torch.cuda.Stream:
+        """Return a group's stream, always the same: its graphs share workspaces with all that runs there."""
+        self._streams[group] = self._streams.pop(group) if group in self._streams else next(self._free)
+        if len(self._streams) > 2 * CACHE_SIZE:
+            del self._streams[next(iter(self._streams))]  # the least recently used: its graphs are no longer cached
+        return self._streams[group]
 
     def _steps(self, job: PoolJob, purpose: Purpose, prepared: Prepared | None) -> Steps:
         """Run one program on its cohort; stop at every `Train` and `Sweep`, whose result is sent in."""
@@ -283,22 +283,22 @@ class Lanes:
         loss, processed = like.new_full((len(cohort),), math.nan), 0
         numbers = to_device(list(job.hparams.values()), like.device, like.dtype).unbind()
         sizes = [clients.data.size(client, "train") for client in cohort.tolist()]
-        # All that is known beforehand goes to the device at once: sizes, ids, no steps, and every training's steps.
+        # One transfer to the device: sizes, ids, zeros, and the steps of every training phase.
         epochs = [item.epochs if isinstance(item, Train) else 0 for item in job.program]
         steps = [[times * batches_of(size, self._batch) for size in sizes] for times in (0, *epochs)]
-        n, who, none, *known = to_device(torch.tensor([sizes, cohort.tolist(), *steps]), like.device)
+        n, ids, none, *planned = to_device(torch.tensor([sizes, cohort.tolist(), *steps]), like.device)
         client = Client(
             state=clients.state.gather(cohort.tolist()),
             download=mask_unsent(job.download),
             scratch={},
             upload={},
             hparams={name: number.expand(len(cohort)) for name, number in zip(job.hparams, numbers, strict=True)},
-            data={"n": n, "counts": clients.data.label_counts[who], "steps": none},
+            data={"n": n, "counts": clients.data.label_counts[ids], "steps": none},
         )
         for at, item in enumerate(job.program):
             if isinstance(item, Train | Sweep):
                 done = yield Phase(job, item, client, fold(keys, at), prepared)
-                taken = known[at] if done.steps is None else done.steps
+                taken = planned[at] if done.steps is None else done.steps
                 client = replace(client.set(**done.scratch), data={**client.data, "steps": taken})
                 loss = done.loss if isinstance(item, Train) and item.epochs else loss
                 processed += done.processed
@@ -311,7 +311,7 @@ class Lanes:
         return Finished(client, loss, processed)
 
     def _vectorised(self, function: Callable[[Model, Client], Client], client: Client) -> Client:
-        """Call a function of one client on all of them."""
+        """Call a function of one client on all clients."""
 
         def one(
             state: Tensors, download: Record, scratch: Tensors, upload: Record, hparams: Tensors, data: Tensors

@@ -1,4 +1,4 @@
-"""Phases of several runs that stand at the same kind of work, and their clients as lanes."""
+"""Phases of several runs: which of them train together, and their clients as lanes."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,28 +17,28 @@ from fedobp.transfer import to_device
 
 @dataclass(frozen=True)
 class Phase:
-    """A `Train` or a `Sweep` at which one run's cohort stands."""
+    """A `Train` or a `Sweep` that the cohort of one run has reached in its program."""
 
     job: PoolJob
     item: Any
-    client: Any  # a `Client` with a leading axis; None where only the order of samples is asked for
-    keys: Tensor  # one a client; the epoch is not yet in it
-    prepared: Prepared | None = None  # orders of samples that were computed ahead
+    client: Any  # a `Client` with a leading axis; None where only the batch order is computed
+    keys: Tensor  # one a client, without the epoch
+    prepared: Prepared | None = None  # batch orders that were computed in advance
 
     @property
     def options(self) -> Hashable:
-        """What every kind of training must share: the samples, and which terms its step has."""
+        """What all training phases of a group have in common: the samples, and the terms of the step."""
         item = self.item
         terms = (item.mask is None, item.pull is None, item.drift is None)
         return (self.job.clients.data.x.data_ptr(), item.part, *terms)
 
     @property
-    def kind(self) -> Hashable:
-        """Phases of one kind train together. What differs from lane to lane is not in it: numbers, epochs, data."""
+    def group(self) -> Hashable:
+        """The key of phases that train together. Numbers, epochs and partitions may differ from lane to lane."""
         item, client = self.item, self.client
         if isinstance(item, Train) and item.loss is None:
             return self.options
-        # A function may look at everything that a client has, so all of it must have the same names and shapes.
+        # A function may read all of a client, so all of it must have the same names and shapes.
         parts: dict[str, Mapping[str, Any]] = {name: getattr(client, name) for name in ("state", "download", "scratch")}
         seen = [(part, name, _shape(value)) for part, record in parts.items() for name, value in record.items()]
         same = replace(item, epochs=0) if isinstance(item, Train) else item
@@ -47,16 +47,16 @@ class Phase:
 
 
 class PhaseResult(NamedTuple):
-    """What came out of a phase."""
+    """The result of a phase."""
 
     scratch: Tensors  # changed values
-    loss: Tensor  # mean losses; NaN: none
-    steps: Tensor | None  # each client's batches, where they were not known beforehand
+    loss: Tensor  # mean losses; NaN for a client without a step
+    steps: Tensor | None  # each client's batches; None: as planned
     processed: int  # samples of all clients that went through models
 
 
 def _function(value: Any) -> Hashable:
-    """Return what makes functions the same: a method is, on equal objects."""
+    """Return a key that equal functions share; bound methods of equal objects are equal."""
     return (value.__func__, value.__self__) if hasattr(value, "__func__") else value
 
 
@@ -66,10 +66,10 @@ def _shape(value: Any) -> Hashable:
 
 @dataclass(frozen=True)
 class Lane:
-    """One client in a phase; `row` is its place in the cohort."""
+    """One client in a phase; `row` is its position in the cohort."""
 
     phase: Phase
-    index: int  # of the phase among those that are carried out together
+    index: int  # of the phase in its group
     row: int
     client: int
     n: int  # samples in use
@@ -77,12 +77,12 @@ class Lane:
 
 
 def rows_of(lanes: Sequence[Lane], vector: Callable[[Phase], Tensor]) -> Tensor:
-    """Return lanes' rows of a vector, stacked anew."""
+    """Return the lanes' rows of a cohort's tensor, stacked."""
     return torch.stack([vector(lane.phase)[lane.row] for lane in lanes])
 
 
 def stacked_part(lanes: Sequence[Lane], part: str) -> Any:
-    """Return lanes' records of one part of a `Client` (state, download, scratch, hparams, data), stacked anew."""
+    """Return lanes' records of one part of a `Client` (state, download, scratch, hparams, data), stacked."""
 
     def value(name: str) -> Any:
         if isinstance(getattr(lanes[0].phase.client, part)[name], Tensor):
@@ -94,13 +94,13 @@ def stacked_part(lanes: Sequence[Lane], part: str) -> Any:
 
 
 def scaling_of(lanes: Sequence[Lane]) -> Tensors:
-    """Return how lanes' inputs are scaled."""
+    """Return the constants that scale the lanes' inputs."""
     data = [lane.phase.job.clients.data for lane in lanes]
     return {name: torch.stack([getattr(one, name) for one in data]) for name in ("mean", "std")}
 
 
 def rule_of(lanes: Sequence[Lane], size: int, special: bool = True) -> Rule:
-    """Return how a vector of lanes moves; only a phase's first vector (`special`) is masked, pulled or pushed."""
+    """Return the update rule of a vector of lanes; mask, pull and drift are for a phase's first vector (`special`)."""
     like = lanes[0].phase.client.scratch[lanes[0].phase.item.learn[0]]
 
     def numbers(name: Callable[[Train], str]) -> Tensor:

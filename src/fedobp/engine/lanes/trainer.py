@@ -1,7 +1,7 @@
-"""How phases of one kind are carried out together: `Train` by SGD on stacks of lanes, `Sweep` by a vectorised function.
+"""Phases of one group together: `Train` by SGD on stacks of lanes, `Sweep` by a vectorised function.
 
-Lanes are sorted by their number of steps; a step advances those that still have one, so the active set is a prefix that
-shrinks and a finished lane is not touched.
+Lanes are sorted by their number of steps. A step advances the lanes that still have one: the active lanes are a prefix
+that shrinks, and finished lanes are not changed.
 """
 
 import math
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """Carries out phases; `low` says whether products are taken in bfloat16."""
+    """Runs phases; `low`: products are computed in bfloat16."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class Trainer:
         self._forms, self._graphs, self._functions, self._kernels = forms, graphs, functions, kernels
 
     def run(self, phases: Sequence[Phase]) -> tuple[list[PhaseResult], Counters]:
-        """Carry out phases of one kind."""
+        """Run phases of one group."""
         return self._fit(phases) if isinstance(phases[0].item, Train) else self._sweep(phases)
 
     def lanes(self, phases: Sequence[Phase]) -> list[Lane]:
-        """Return the clients of phases that have a step to take, those with most of them first."""
+        """Return the clients of phases that have a step to take, sorted by the number of steps, largest first."""
         lanes = []
         for index, phase in enumerate(phases):
             data = phase.job.clients.data
@@ -65,11 +65,11 @@ class Trainer:
         return sorted((lane for lane in lanes if lane.steps), key=lambda lane: -lane.steps)
 
     def stacks(self, phases: Sequence[Phase], like: Tensor) -> list[list[Lane]]:
-        """Return the stacks in which the lanes of training phases of one kind train."""
+        """Return the stacks in which the lanes of training phases of one group train."""
         return self._workers.stacks(self.lanes(phases), like, self._batch, phases[0].item.loss is None)
 
     def _fit(self, phases: Sequence[Phase]) -> tuple[list[PhaseResult], Counters]:
-        """Train the lanes of phases of one kind."""
+        """Train the lanes of phases of one group."""
         vectors = [{name: p.client.scratch[name].clone() for name in p.item.learn} for p in phases]
         like = phases[0].client.scratch[phases[0].item.learn[0]]
         losses = [like.new_full((len(phase.keys),), math.nan) for phase in phases]
@@ -95,7 +95,7 @@ class Trainer:
         return results, Counters(steps, sum(slots), sum(processed))
 
     def _sweep(self, phases: Sequence[Phase]) -> tuple[list[PhaseResult], Counters]:
-        """Run equal functions of several phases on their lanes' batches."""
+        """Run the function of several phases, which is the same, on their lanes' batches."""
         refuse_batch_norm(self._model)
         item, lanes = phases[0].item, self.lanes(phases)
         scratch = [{name: value.clone() for name, value in phase.client.scratch.items()} for phase in phases]
@@ -126,20 +126,20 @@ class Trainer:
         return results, Counters(sum(map(sum, steps)), slots, sum(processed))
 
     def _fit_plain(self, lanes: Sequence[Lane], rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:
-        """Train a stack with cross-entropy: `rows` change in place. Return the sums of losses, and the slots taken."""
+        """Train a stack with cross-entropy; `rows` change in place. Return sums of losses, and the number of slots."""
         ids, counts = self.data_order(lanes)
         data = [lane.phase.job.clients.data for lane in lanes]
         item, layout = lanes[0].phase.item, self._model.layout
         fused, steps = self._kernels(ids.device), [lane.steps for lane in lanes]
         if fused:
             theta = torch.stack([row for [row] in rows])
-            rule = rule_of(lanes, 0)  # the kernels hold velocities of their own
+            rule = rule_of(lanes, 0)  # the kernels have their own velocities
             loss, slots = fused.train(theta, rule, item.part, ids, counts, data, steps)
             torch._foreach_copy_([row for [row] in rows], list(theta.unbind()))
             return loss, slots
         learned = {name for name in layout.names if item.part == "all" or layout.in_head(name) == (item.part == "head")}
         models = [row for [row] in rows]
-        # A single lane is trained in place: as `data`, because its neighbours' steps are no changes to it.
+        # A single lane is trained in place, as `data`: autograd must not see the steps of other lanes as changes of it.
         theta = torch.stack(models) if len(models) > 1 else models[0].data[None]
         given = {"rule": rule_of(lanes, layout.size).used(), **scaling_of(lanes)}
         tensors = {name: tensor.contiguous() for name, tensor in layout.views(theta).items()}
@@ -159,7 +159,7 @@ class Trainer:
         return self._functions.fit(lanes, rows, *self.data_order(lanes))
 
     def data_order(self, lanes: Sequence[Lane]) -> tuple[Tensor, Tensor]:
-        """Return every step's samples [steps, lanes, batch], and how many of them are real [steps, lanes]."""
+        """Return the samples of every step [steps, lanes, batch], and how many are real [steps, lanes]."""
         prepared = lanes[0].phase.prepared
         ready = prepared.orders.get(order_key(lanes)) if prepared and prepared.orders else None
         if prepared is not None and ready is not None:
@@ -176,5 +176,5 @@ class Trainer:
 
 
 def order_key(lanes: Sequence[Lane]) -> Hashable:
-    """Return what the order of lanes' samples depends on."""
+    """Return all that the batch order of lanes depends on."""
     return tuple((one.phase.job.clients, one.phase.item.epochs, int(one.phase.keys[one.row])) for one in lanes)

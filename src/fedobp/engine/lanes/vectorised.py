@@ -1,6 +1,6 @@
-"""Whatever a method computes itself, for many lanes at once: its losses and its sweeps, vectorised by `torch.func`.
+"""The functions of a method for many lanes at once: its losses and sweeps, vectorised by `torch.func`.
 
-Right for every method, and slower than the paths that know what a step does.
+Correct for every method, and slower than the paths for plain SGD.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,11 +64,12 @@ class Vectorised:
     def fit(
         self, lanes: Sequence[Lane], rows: Sequence[Sequence[Tensor]], ids: Tensor, counts: Tensor
     ) -> tuple[Tensor, int]:
-        """Train a stack as `_fit_plain` does, by a vectorised function of one lane.
+        """Train a stack by a vectorised function of one lane: with a custom loss, or with BatchNorm statistics.
 
-        That is for a loss of the method's own, and for BatchNorm, which has statistics to move.
+        `rows` change in place. Return sums of losses, and the number of slots.
         """
-        # Steps are kept in graphs, and must not hold what holds these: a card's memory would wait for a collection.
+        # The graphs hold these steps, which therefore must not refer to the graphs' owner: device memory in a reference
+        # cycle would not be freed before a garbage collection.
         item, model, precision = lanes[0].phase.item, self.model_on(ids.device), self._precision
         layout, loss_of, first = model.layout, item.loss, item.learn[0]
 
@@ -100,22 +101,22 @@ class Vectorised:
         given["rules"] = {name: rule.used() for name, rule in rules.items()}
         samples = lanes[0].phase.job.clients.data
 
-        def make(given: Any, moving: Any, awake: int) -> Step:
+        def make(given: Any, moving: Any, active: int) -> Step:
             parts, scaling, learned, total = first_lanes(
-                (given["parts"], given["scaling"], moving["learned"], moving["loss"]), awake
+                (given["parts"], given["scaling"], moving["learned"], moving["loss"]), active
             )
-            rules = {name: Rule(**rule).part(awake) for name, rule in given["rules"].items()}
+            rules = {name: Rule(**rule).part(active) for name, rule in given["rules"].items()}
 
-            def step(now: Tensors) -> None:
+            def step(current: Tensors) -> None:
                 with autocast(precision, total):
-                    gradients, (loss, seen) = step_of(learned, parts, batch_of(samples, scaling, now))
-                there = now["counts"] > 0
-                total.add_(loss * there)
+                    gradients, (loss, seen) = step_of(learned, parts, batch_of(samples, scaling, current))
+                is_active = current["counts"] > 0
+                total.add_(loss * is_active)
                 for name, rule in rules.items():
-                    move(learned[name], gradients[name], rule, there.to(total.dtype))
+                    move(learned[name], gradients[name], rule, is_active.to(total.dtype))
                 if loss_of is None:
                     statistics = learned[first][:, layout.learned :]
-                    new = given["statistics"][:awake] & there[:, None]
+                    new = given["statistics"][:active] & is_active[:, None]
                     statistics.copy_(torch.where(new, seen, statistics))
 
             return step
@@ -130,7 +131,7 @@ class Vectorised:
         return moving["loss"], slots
 
     def sweep(self, lanes: Sequence[Lane], size: int) -> tuple[Tensors, list[int], int]:
-        """Take a stack through a sweep: return `scratch` after it, each lane's epochs, and the slots taken."""
+        """Run a sweep on a stack; return `scratch` after it, each lane's epochs, and the number of slots."""
         item, data = lanes[0].phase.item, [lane.phase.job.clients.data for lane in lanes]
         samples, device, keys = data[0], data[0].x.device, keys_of(lanes)
         model, precision = self.model_on(device), self._precision
@@ -149,30 +150,30 @@ class Vectorised:
 
         step_of: Callable[..., Any] = vmap(one)
 
-        def make(given: Any, moving: Any, awake: int) -> Step:
+        def make(given: Any, moving: Any, active: int) -> Step:
             parts, scaling, alive, scratch = first_lanes(
-                (given["parts"], given["scaling"], given["alive"], moving), awake
+                (given["parts"], given["scaling"], given["alive"], moving), active
             )
 
-            def step(now: Tensors) -> None:
-                batch = batch_of(samples, scaling, now)
+            def step(current: Tensors) -> None:
+                batch = batch_of(samples, scaling, current)
                 with autocast(precision, batch.x):
                     after = step_of(scratch, parts, batch)
-                goes = alive & (now["counts"] > 0)
-                # What has not changed is left alone. One may be another one's old value: then it is copied first.
+                is_active = alive & (current["counts"] > 0)
+                # Unchanged values are not written. A new value may share memory with an old one: it is copied first.
                 held = {values.untyped_storage().data_ptr() for values in scratch.values()}
                 changed = {name: values for name, values in after.items() if values is not scratch[name]}
                 for name, values in changed.items():
                     changed[name] = values.clone() if values.untyped_storage().data_ptr() in held else values
                 for name, values in changed.items():
-                    here, old = goes.view(-1, *[1] * (values.ndim - 1)), scratch[name]
+                    here, old = is_active.view(-1, *[1] * (values.ndim - 1)), scratch[name]
                     torch.where(here, values.detach().to(old.dtype), old, out=old)
 
             return step
 
         alive, epochs, slots = torch.ones(len(lanes), dtype=torch.bool, device=device), [0] * len(lanes), 0
         rows = to_device([lane.steps for lane in lanes], device)
-        # Where nobody is asked whether to go on, all epochs are one plan.
+        # Without a stopping rule all epochs are one plan.
         at_once = item.epochs if item.more is None else 1
         for first in range(0, item.epochs, at_once):
             if item.more is not None:
@@ -180,7 +181,7 @@ class Vectorised:
                 if not alive.any():
                     break
             going = alive.tolist() if item.more is not None else [True] * len(lanes)
-            epochs = [times + at_once * goes for times, goes in zip(epochs, going, strict=True)]
+            epochs = [times + at_once * continues for times, continues in zip(epochs, going, strict=True)]
             times = [at_once] * len(lanes)
             positions, counts = orders(keys, [lane.n for lane in lanes], times, size, item.smallest, first)
             if chosen is not None:
@@ -195,10 +196,10 @@ class Vectorised:
     def _run_steps(
         self, lanes: Sequence[Lane], given: Any, moving: Any, plan: Tensors, steps: Sequence[int], make: Make
     ) -> int:
-        """Take all steps; on CUDA from graphs, but for a sweep over whole shards: no two cohorts' are equally large."""
+        """Take all steps; on CUDA from graphs, except in sweeps over whole shards, whose sizes differ by round."""
         phase = lanes[0].phase
         if plan["counts"].is_cuda and not getattr(phase.item, "whole", False):
-            return self._graphs.run_steps(phase.kind, given, moving, plan, steps, make)
+            return self._graphs.run_steps(phase.group, given, moving, plan, steps, make)
         return run_steps(given, moving, plan, steps, make)
 
 
@@ -210,16 +211,16 @@ def keys_of(lanes: Sequence[Lane]) -> Tensor:
 
 
 def plan_of(keys: Tensor, ids: Tensor, counts: Tensor, step: Tensor, epoch: Tensor, batch: Tensor) -> Tensors:
-    """Return all that a step's batch is made of, [steps, lanes, ...]."""
+    """Return the plan of all steps' batches, [steps, lanes, ...]."""
     return {"ids": ids, "counts": counts, "key": step_key(keys, epoch, batch), "step": step, "epoch": epoch}
 
 
-def batch_of(data: FederatedData, scaling: Tensors, now: Tensors) -> Batch:
-    """Return the batch that a plan asks for. A lane without samples gets one: what it computes is a number."""
-    ids = now["ids"]
+def batch_of(data: FederatedData, scaling: Tensors, current: Tensors) -> Batch:
+    """Return the batch of a step. A lane without samples gets one sample, so that its result is finite."""
+    ids = current["ids"]
     x = scaled(data, ids, **scaling)
-    real = torch.arange(ids.shape[1], device=ids.device) < now["counts"].clamp(min=1)[:, None]
-    return Batch(x, data.y[ids], real.to(x.dtype), now["key"], now["step"], now["epoch"])
+    real = torch.arange(ids.shape[1], device=ids.device) < current["counts"].clamp(min=1)[:, None]
+    return Batch(x, data.y[ids], real.to(x.dtype), current["key"], current["step"], current["epoch"])
 
 
 def first_lanes(tree: Any, lanes: int) -> Any:
@@ -232,7 +233,7 @@ def ids_of(lanes: Sequence[Lane], positions: Tensor) -> Tensor:
     ids = torch.empty_like(positions)
     for data in dict.fromkeys(lane.phase.job.clients.data for lane in lanes):
         rows = [at for at, lane in enumerate(lanes) if lane.phase.job.clients.data is data]
-        who = torch.tensor([lanes[at].client for at in rows])
+        clients = torch.tensor([lanes[at].client for at in rows])
         where = to_device(rows, positions.device)
-        ids[where] = data.ids(who, positions[where], "train")
+        ids[where] = data.ids(clients, positions[where], "train")
     return ids

@@ -1,8 +1,8 @@
-"""Stacks of lanes and the cores that run them.
+"""Stacks of lanes, and the cores that run them.
 
-On the CPU lanes are divided into stacks of a size that suits the model, and every core works on stacks of its own with
-one thread: a large model's lane is a stack by itself, small ones share one by the dozen. On CUDA all lanes that fit in
-memory are one stack.
+On the CPU lanes are divided into stacks, and each core runs one stack at a time with one thread. The size of a stack
+depends on the model: one lane of a large model, dozens of a small one. On CUDA all lanes that fit in memory are one
+stack.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,14 +21,14 @@ from fedobp.options import Precision
 if TYPE_CHECKING:
     from fedobp.engine.kernels.fused import Fused
 
-_STACK_WORK = 5e8  # floating-point operations of a CPU stack's step: larger stacks gain nothing
+_STACK_WORK = 5e8  # floating-point operations in a step of a stack on the CPU: larger stacks are not faster
 _STACK_LANES = 32
 
 T = TypeVar("T")
 
 
 class Workers:
-    """Divides lanes into stacks, and runs a function on each. `memory` bounds, in bytes, what one stack may take."""
+    """Divides lanes into stacks, and runs a function on each. `memory` is the limit of one stack in bytes."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class Workers:
     def stacks(
         self, longest_first: Sequence[T], like: Tensor, samples: int, plain: bool = True, more: int = 0
     ) -> list[list[T]]:
-        """Divide lanes into stacks, so that all are about equally long and none exceeds the memory.
+        """Divide lanes into stacks of about equal length, of which none exceeds the memory.
 
-        A step without a loss of its own (`plain`) may be one of the fused kernels'; others may take `more` a lane.
+        `plain` steps have no custom loss, so the fused kernels may run them; others may need `more` bytes a lane.
         """
         fused = self._kernels(like.device) if plain else None
         lanes = len(longest_first)
@@ -59,7 +59,7 @@ class Workers:
         return [list(longest_first[at::stacks]) for at in range(stacks)]
 
     def _largest(self, like: Tensor, samples: int, lanes: int, more: int) -> float:
-        """Return how many of some lanes the general path takes in a stack."""
+        """Return the largest number of lanes in a stack of the general path."""
         where = like.device.type, like.dtype
         if where not in self._costs:
             self._costs[where] = cost(self._model, self._forms[where[0]], self._batch, like.dtype)
@@ -73,7 +73,7 @@ class Workers:
         return min(size, _STACK_LANES, work, -(-lanes // self._count) or 1)
 
     def map(self, function: Callable[[list[T]], Any], stacks: Sequence[list[T]], device: torch.device) -> list[Any]:
-        """Run a function on every stack: on CUDA one after the other, on the CPU with a core for each."""
+        """Run a function on every stack: on CUDA one after another, on the CPU one on each core."""
         if device.type != "cpu":
             with deterministic(self._precision):
                 return [function(stack) for stack in stacks]
