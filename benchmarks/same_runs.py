@@ -15,16 +15,18 @@ import subprocess
 import sys
 import tempfile
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "clients": 12, "participation": 0.4, "rounds": 12, "epochs": 2, "eval_every": 4, "momentum": 0.5,
     "finetune_epochs": 1, "holdout_clients": 2, "val_ratio": 0.1, "alpha": 0.5, "device": "cpu", "precision": "fp32",
 }  # fmt: skip
 
 
-def methods():
+def methods() -> Iterator[tuple[str, dict[str, str]]]:
     """Return (name, options) of every method in every mode."""
     from fedobp.algorithms import METHODS
 
@@ -34,7 +36,7 @@ def methods():
             yield name, {} if mode is None else {"mode": mode}
 
 
-def small_bn(shape, classes):
+def small_bn(shape: Sequence[int], classes: int) -> Any:
     """Return a network with BatchNorm for the 8x8 digits."""
     from torch import nn
 

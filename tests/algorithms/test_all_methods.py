@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedobp.algorithms import METHODS
 from fedobp.engine import Budget, ClientJob
-from fedobp.launch import RunPlan, engine_for, simulate
+from fedobp.launch import engine_for, simulate
 from fedobp.method import CohortUpdate
 from fedobp.records import Sparse, Tensors, mask_unsent, take
 
@@ -57,7 +57,7 @@ def steps_of(name, options):
     federation = small_federation(name, "one batch", dict(options), rounds=4, epochs=1, engine="serial", eval_every=4)
     config, method = federation.config, METHODS[name].configure(dict(options))
     engine = engine_for(config, federation.model)
-    run, clients = simulate(RunPlan(federation, config, method), engine, Budget())
+    run, clients = simulate(federation.plan(config, method), engine, Budget())
     kept, keep = [], clients.keep
 
     def spy(cohort, state, theta):
