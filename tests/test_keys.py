@@ -55,7 +55,7 @@ def test_fold_never_changes(parts, value):
 
 
 def test_purposes_never_change():
-    expected = {"COHORT": 1, "TRAIN": 2, "SERVE": 3, "BEGIN": 4, "SCORE": 5}
+    expected = {"COHORT": 1, "TRAIN": 2, "PERSONALIZE": 3, "INIT": 4, "SCORE": 5}
     assert {purpose.name: purpose.value for purpose in Purpose} == expected
 
 

@@ -26,8 +26,8 @@ class Purpose(IntEnum):
 
     COHORT = 1
     TRAIN = 2
-    SERVE = 3
-    BEGIN = 4  # a method's draws before round 1
+    PERSONALIZE = 3
+    INIT = 4  # a method's draws before round 1
     SCORE = 5  # a server's draws for a client in a round
 
 

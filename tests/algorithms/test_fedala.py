@@ -262,7 +262,7 @@ def test_runs_equal_a_plain_loop(mode, rates):
             states[client] = worker = flat(trained), weights, started
             models.append([flat(trained)])
         [theta] = mean(federation, cohort, models)
-    served = {client: [mixed(client, theta, 3, Purpose.SERVE)[0]] for client in range(4)}
+    served = {client: [mixed(client, theta, 3, Purpose.PERSONALIZE)[0]] for client in range(4)}
     for result in both_engines(federation, [theta], served):
         assert result.personal.min == result.personal.max == sum(SIZES[-2:])
         if mode == "faithful":

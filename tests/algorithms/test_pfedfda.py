@@ -325,7 +325,7 @@ def test_runs_equal_a_plain_loop(betas, rates):
         *base, centres, covariance = mean(federation, cohort, uploads)
     served = {}
     for client in range(4):
-        gaussians = adapted(base, client, 2, 3, 1, Purpose.SERVE)
+        gaussians = adapted(base, client, 2, 3, 1, Purpose.PERSONALIZE)
         served[client] = [*base, *head(*gaussians, samples(federation, client)[1])]
     assert any(0.1 < for_mean < 0.9 for for_mean, _ in used)
     assert any(a != b for a, b in used) == (betas == "two")

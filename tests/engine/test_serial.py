@@ -319,7 +319,7 @@ def test_personalization_has_another_batch_order_and_changes_no_state():
     download, given = broadcast(THETA, ctx), (broadcast(THETA, ctx), numbers(0.1, 0.9))
     found = one.personalize(ctx, [use_download, Train(2), remember_theta], *given).theta
     for position, client in enumerate((0, 3)):
-        close(found[position], plain_loop(client, {1: 2}, 0.1, 0.9, 0.0, purpose=Purpose.SERVE)[0])
+        close(found[position], plain_loop(client, {1: 2}, 0.1, 0.9, 0.0, purpose=Purpose.PERSONALIZE)[0])
     assert torch.equal(one.personalize(ctx, [use_download, Train(2), remember_theta], *given).theta, found)
     assert torch.equal(one.personalize(ctx, [use_state], {}, numbers()).theta, download["theta"])
     assert (one.clients.last(0), one.clients.last(3)) == (None, None)

@@ -157,7 +157,7 @@ class Floco(fl.Method):
         """Draw the endpoints (Xavier, normal); the global model's weight is their mean from the start."""
         weight, _ = model.head(theta)
         count = self.endpoints or int(self._of_mode(20, 10))
-        draws = normal(fold(seed, 0, NO_CLIENT, Purpose.BEGIN), count * weight.numel())
+        draws = normal(fold(seed, 0, NO_CLIENT, Purpose.INIT), count * weight.numel())
         ends, centre = (draws * math.sqrt(2 / sum(weight.shape))).to(theta), theta.new_full((count,), 1 / count)
         theta = model_at(model, centre, model.layout.split(theta, is_weight)[0], ends)
         return fl.InitialState(server={"theta": theta, "ends": ends}, record={"centre": centre}, state={})

@@ -100,7 +100,7 @@ class PFedFDA(fl.Method):
     def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
         """Means are uniform in [0, 1], the covariance is the identity; the server's model keeps the head of theta^0."""
         classes, size = model.head(theta)[0].shape
-        mean = uniform(fold(seed, 0, NO_CLIENT, Purpose.BEGIN), classes * size).to(theta)
+        mean = uniform(fold(seed, 0, NO_CLIENT, Purpose.INIT), classes * size).to(theta)
         covariance = torch.eye(size).flatten().to(theta)
         return fl.InitialState(server={"theta": theta, "mean": mean, "covariance": covariance}, record={}, state={})
 

@@ -71,7 +71,7 @@ class Serial:
         """Run a program on every client of the cohort; changes of client state are dropped."""
         before = self.counters
         scratch = [
-            self._run(job, client, position, Purpose.SERVE)[0].scratch
+            self._run(job, client, position, Purpose.PERSONALIZE)[0].scratch
             for position, client in enumerate(job.ctx.cohort.tolist())
         ]
         none = torch.zeros_like(scratch[0]["theta"], dtype=torch.bool)

@@ -27,7 +27,7 @@ from torch import nn
 
 from fedobp import Config, Federation, FedobpError
 from fedobp.engine import Lanes, Serial
-from fedobp.engine.lanes import engine as engine_module
+from fedobp.engine.lanes import predictor
 from fedobp.method import Sparse
 from fedobp.models import NETS
 
@@ -177,7 +177,7 @@ def test_personal_models_have_the_personal_entries_that_the_program_marks():
 @pytest.mark.parametrize("split", ["train", "val", "test"])
 @pytest.mark.parametrize("name", ["mlp", "cnn-small", "residual", "in-place", "normed"])
 def test_predictions_are_the_oracles(monkeypatch, name, split, at_once):
-    monkeypatch.setattr(engine_module, "_TEST_BATCH", at_once)
+    monkeypatch.setattr(predictor, "_TEST_BATCH", at_once)
     model = make_model(name)
     thetas = torch.stack([theta_of(model) * (1 + client) - client / 50 for client in range(CLIENTS)])
     found = []

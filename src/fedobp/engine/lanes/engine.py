@@ -23,10 +23,10 @@ from fedobp.engine.cuda_graphs import CACHE_SIZE, Graphs
 from fedobp.engine.failures import caught, without_failures
 from fedobp.engine.kernels import fused_for
 from fedobp.engine.lanes.phases import Phase, PhaseResult
+from fedobp.engine.lanes.predictor import Predictor
 from fedobp.engine.lanes.trainer import Trainer, order_key
 from fedobp.engine.lanes.vectorised import Vectorised
 from fedobp.engine.lanes.workers import Workers
-from fedobp.engine.precision import autocast
 from fedobp.engine.protocol import Counters, PersonalModels, Prepared
 from fedobp.engine.stack import Columns, Forward, Grouped, stacked
 from fedobp.keys import Purpose, fold
@@ -39,7 +39,6 @@ from fedobp.transfer import to_device
 if TYPE_CHECKING:
     from fedobp.engine.kernels.fused import Fused
 
-_TEST_BATCH = 256
 _STREAMS = 16
 
 
@@ -59,16 +58,14 @@ class Lanes:
 
     def __init__(self, model: Model, batch: int, precision: Precision = "fp32", memory: float = math.inf) -> None:
         self._model, self._batch, self._precision = model, batch, precision
-        self._low = precision == "bf16"
-        self._forms: dict[str, Forward] = {"cpu": stacked(model, Grouped), "cuda": stacked(model, Columns)}
+        forms: dict[str, Forward] = {"cpu": stacked(model, Grouped), "cuda": stacked(model, Columns)}
         graphs = Graphs()
         # The fused kernels of a device; None: there are none for this model.
         self._kernels: Callable[[torch.device], Fused | None] = cache(partial(fused_for, model, batch, precision))
-        self._functions = Vectorised(model, batch, precision, graphs, self._kernels)
-        self._workers = Workers(model, batch, precision, memory, self._forms, self._kernels)
-        self._trainer = Trainer(
-            model, batch, self._low, self._workers, self._forms, graphs, self._functions, self._kernels
-        )
+        functions = Vectorised(model, batch, precision, graphs, self._kernels)
+        workers = Workers(model, batch, precision, memory, forms, self._kernels)
+        self._trainer = Trainer(model, batch, precision == "bf16", workers, forms, graphs, functions, self._kernels)
+        self._predictor = Predictor(model, precision, workers, forms, functions, self._kernels)
         self._free = cycle(torch.cuda.Stream() for _ in range(_STREAMS))
         self._streams: dict[Hashable, torch.cuda.Stream] = {}
         self.counters = Counters()
@@ -132,7 +129,7 @@ class Lanes:
 
     def personalize(self, job: PoolJob) -> PersonalModels:
         """Run a program on a cohort for the models that it uses; changes of client state are dropped."""
-        [result] = self._run([job], Purpose.SERVE)
+        [result] = self._run([job], Purpose.PERSONALIZE)
         if isinstance(result, BaseException):
             raise result
         done = result.client
@@ -142,47 +139,7 @@ class Lanes:
 
     def predict(self, job: PoolJob, theta: Tensor, split: Split, scratch: Tensors | None = None) -> list[Tensor]:
         """Return the labels that each client's model predicts for its samples, on the CPU."""
-        data, clients, device = job.clients.data, job.ctx.cohort, theta.device
-        special = partial(job.predict, self._functions.model_on(device)) if job.predict and scratch else None
-        sizes = [data.size(client, split) for client in clients.tolist()]
-        found = torch.zeros(len(sizes), max(sizes), dtype=torch.int64, device=device)
-
-        @torch.no_grad()
-        def test(rows: Sequence[int]) -> None:
-            chosen = torch.tensor(rows)
-            fused, longest = self._kernels(device), sizes[rows[0]]
-            if fused and longest and special is None:
-                positions = torch.arange(longest, device=device).expand(len(rows), -1)
-                ids = data.ids(clients[chosen], positions, split)
-                there = to_device(chosen, device)
-                found[there, :longest] = fused.labels(theta[there], ids, [sizes[row] for row in rows], data)
-                return
-            there = chosen.to(device)
-            mine = {name: values[there] for name, values in (scratch or {}).items()}
-            tensors = self._model.layout.views(theta[there])
-            for start in range(0, longest, _TEST_BATCH):
-                width = min(_TEST_BATCH, longest - start)
-                lanes = sum(sizes[row] > start for row in rows)
-                positions = torch.arange(start, start + width, device=device).expand(lanes, -1)
-                ids = data.ids(clients[chosen[:lanes]], positions, split)
-                x = data.samples(ids.flatten()).unflatten(0, ids.shape)
-                if special:
-                    with autocast(self._precision, x):
-                        logits = vmap(special)({name: values[:lanes] for name, values in mine.items()}, x)
-                else:
-                    logits = self._logits({name: tensor[:lanes] for name, tensor in tensors.items()}, x)
-                found[there[:lanes], start : start + width] = logits.argmax(dim=2)
-
-        longest_first = sorted(range(len(sizes)), key=lambda row: -sizes[row])
-        stacks = self._workers.stacks(longest_first, theta, _TEST_BATCH, plain=special is None)
-        self._workers.map(test, stacks, device)
-        labels = found.cpu()
-        return [labels[row, :size] for row, size in enumerate(sizes)]
-
-    def _logits(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        if self._low:
-            x, tensors = x.bfloat16(), {name: tensor.bfloat16() for name, tensor in tensors.items()}
-        return self._forms[x.device.type](tensors, x)
+        return self._predictor.predict(job, theta, split, scratch)
 
     # Programs.
 

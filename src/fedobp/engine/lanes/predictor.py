@@ -1,0 +1,85 @@
+"""Predictions of many clients' models at once, stack by stack."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from fedobp.data import Split
+from fedobp.engine.client_pool import PoolJob
+from fedobp.engine.lanes.vectorised import Vectorised
+from fedobp.engine.lanes.workers import Workers
+from fedobp.engine.precision import autocast
+from fedobp.engine.stack import Forward
+from fedobp.models import Model
+from fedobp.options import Precision
+from fedobp.records import Tensors
+from fedobp.transfer import to_device
+
+if TYPE_CHECKING:
+    from fedobp.engine.kernels.fused import Fused
+
+_TEST_BATCH = 256
+
+
+class Predictor:
+    """Predicts the labels of clients' samples, each client's with its own model."""
+
+    def __init__(
+        self,
+        model: Model,
+        precision: Precision,
+        workers: Workers,
+        forms: Mapping[str, Forward],
+        functions: Vectorised,
+        kernels: "Callable[[torch.device], Fused | None]",
+    ) -> None:
+        self._model, self._precision, self._workers = model, precision, workers
+        self._forms, self._functions, self._kernels = forms, functions, kernels
+
+    def predict(self, job: PoolJob, theta: Tensor, split: Split, scratch: Tensors | None = None) -> list[Tensor]:
+        """Return the labels that each client's model predicts for its samples, on the CPU."""
+        data, clients, device = job.clients.data, job.ctx.cohort, theta.device
+        special = partial(job.predict, self._functions.model_on(device)) if job.predict and scratch else None
+        sizes = [data.size(client, split) for client in clients.tolist()]
+        found = torch.zeros(len(sizes), max(sizes), dtype=torch.int64, device=device)
+
+        @torch.no_grad()
+        def test(rows: Sequence[int]) -> None:
+            chosen = torch.tensor(rows)
+            fused, longest = self._kernels(device), sizes[rows[0]]
+            if fused and longest and special is None:
+                positions = torch.arange(longest, device=device).expand(len(rows), -1)
+                ids = data.ids(clients[chosen], positions, split)
+                there = to_device(chosen, device)
+                found[there, :longest] = fused.labels(theta[there], ids, [sizes[row] for row in rows], data)
+                return
+            there = chosen.to(device)
+            mine = {name: values[there] for name, values in (scratch or {}).items()}
+            tensors = self._model.layout.views(theta[there])
+            for start in range(0, longest, _TEST_BATCH):
+                width = min(_TEST_BATCH, longest - start)
+                lanes = sum(sizes[row] > start for row in rows)
+                positions = torch.arange(start, start + width, device=device).expand(lanes, -1)
+                ids = data.ids(clients[chosen[:lanes]], positions, split)
+                x = data.samples(ids.flatten()).unflatten(0, ids.shape)
+                if special:
+                    with autocast(self._precision, x):
+                        logits = vmap(special)({name: values[:lanes] for name, values in mine.items()}, x)
+                else:
+                    logits = self._logits({name: tensor[:lanes] for name, tensor in tensors.items()}, x)
+                found[there[:lanes], start : start + width] = logits.argmax(dim=2)
+
+        longest_first = sorted(range(len(sizes)), key=lambda row: -sizes[row])
+        stacks = self._workers.stacks(longest_first, theta, _TEST_BATCH, plain=special is None)
+        self._workers.map(test, stacks, device)
+        labels = found.cpu()
+        return [labels[row, :size] for row, size in enumerate(sizes)]
+
+    def _logits(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        if self._precision == "bf16":
+            x, tensors = x.bfloat16(), {name: tensor.bfloat16() for name, tensor in tensors.items()}
+        return self._forms[x.device.type](tensors, x)
