@@ -3,12 +3,15 @@
 import re
 from argparse import Namespace
 from importlib.util import module_from_spec, spec_from_file_location
+from inspect import getsource
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
 from fedobp.algorithms import METHODS
 from fedobp.models import NETS
+from fedobp.run import Run
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -24,6 +27,13 @@ def test_python_examples_run(page, capsys):
     assert float(capsys.readouterr().out.split()[0]) > 50
     for name in set(NETS) - registered:
         del NETS[name]
+
+
+def test_the_architecture_page_shows_the_round_as_it_is():
+    [shown] = re.findall(r"```python\n(def round.*?)```", (ROOT / "docs/architecture.md").read_text(), flags=re.DOTALL)
+    head, docstring, body = re.split(r'(    """.*?"""\n)', dedent(getsource(Run.round)), maxsplit=1)
+    assert docstring
+    assert shown == head + body
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
