@@ -20,7 +20,7 @@ from fedobp.data import (
     partition_settings,
 )
 from fedobp.errors import FedobpError, short, unknown
-from fedobp.evaluation import protocol
+from fedobp.evaluation import make_protocol
 from fedobp.method import Method
 from fedobp.models import NETS
 
@@ -35,7 +35,7 @@ def check_names(config: Config) -> None:
     if config.partition_file is None:
         PARTITIONERS[partition].check_options(config.partition_options)
     if config.rounds is not None:
-        protocol(config.protocol, config.rounds)
+        make_protocol(config.protocol, config.rounds)
     _machine(config)
     method = method_class(config.method)
     with attributing_errors(method):
@@ -62,7 +62,7 @@ def resolve(config: Config, dataset: Dataset) -> tuple[Config, Method]:
             f"--holdout-clients {config.holdout_clients} leaves none of {config.clients} clients to train: hold out "
             "fewer"
         )
-    protocol(config.protocol, config.rounds)
+    make_protocol(config.protocol, config.rounds)
     return with_method(config)
 
 

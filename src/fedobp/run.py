@@ -13,7 +13,7 @@ from fedobp.accounting import Accounting
 from fedobp.config import Config, side_by_side
 from fedobp.engine import Budget, ClientJob, Store
 from fedobp.errors import FedobpError
-from fedobp.evaluation import Accuracy, NewClients, Report, ServerView, protocol
+from fedobp.evaluation import Accuracy, NewClients, Report, ServerView, make_protocol
 from fedobp.evaluation.evaluator import Keep
 from fedobp.method import CohortKind, CohortUpdate, InitialState, Method, RoundContext
 from fedobp.models import Model
@@ -52,7 +52,7 @@ class Run:
         self.server, self.records = initial.server, Store(initial.record, config.clients, budget)
         self.accounting, self.reports, self.seconds = Accounting(method), list[Report](), 0.0
         self._sampler, self._evaluator, self._global_gradient = Sampler(config), evaluator, global_gradient
-        self._protocol = protocol(config.protocol, config.rounds)
+        self._protocol = make_protocol(config.protocol, config.rounds)
         self._models = ClientModels(model.layout, self.server["theta"])
         self._partition, self._metadata = partition, metadata or {}
         self._keep_models = keep_models or (out is not None and config.save_models == "all")

@@ -14,7 +14,7 @@ from fedobp.algorithms import METHODS
 from fedobp.data import Shard, data_dir, load, partition
 from fedobp.engine import Lanes, Serial
 from fedobp.engine.batch_order import batches
-from fedobp.evaluation import accuracy, protocol
+from fedobp.evaluation import accuracy
 from fedobp.keys import Purpose, fold
 from fedobp.report.tables import compare_table, run_table, summarise
 
@@ -131,7 +131,7 @@ def test_how_many_are_tested_at_once_does_not_matter(federation, monkeypatch):
 
 
 def test_each_column_is_the_best_of_the_papers_rounds_by_itself(monkeypatch, tmp_path):
-    monkeypatch.setitem(protocol.__globals__, "PAPER_ROUNDS", (1, 2, 3, 4, 5))
+    monkeypatch.setattr("fedobp.evaluation.protocol.PAPER_ROUNDS", (1, 2, 3, 4, 5))
     config = Config(**{**TINY, "rounds": 5, "eval_every": 5, "protocol": "paper", "lr": 1.0, "method": "fedavg-last"})
     result = Federation(config).run(out=tmp_path)
     lines = [line["new_clients"] for line in metrics(tmp_path)]
@@ -144,7 +144,7 @@ def test_each_column_is_the_best_of_the_papers_rounds_by_itself(monkeypatch, tmp
 @pytest.mark.parametrize("method", ["fedavg-last", "fedobp"])
 def test_they_are_new_at_every_evaluation(monkeypatch, tmp_path, method):
     for name, rounds in (("often", (1, 2, 3)), ("once", (3,))):
-        monkeypatch.setitem(protocol.__globals__, "PAPER_ROUNDS", rounds)
+        monkeypatch.setattr("fedobp.evaluation.protocol.PAPER_ROUNDS", rounds)
         Federation(Config(**{**TINY, "protocol": "paper", "method": method})).run(out=tmp_path / name)
     assert metrics(tmp_path / "often")[-1]["new_clients"] == metrics(tmp_path / "once")[-1]["new_clients"]
 

@@ -5,7 +5,7 @@ A round uses an engine through the protocol `Engine` alone, so its code is the s
 
 from fedobp.engine.client_pool import ClientPool, ClientSnapshot, PoolJob
 from fedobp.engine.failures import caught, diverged
-from fedobp.engine.global_gradient import global_gradient
+from fedobp.engine.gradients import global_gradient
 from fedobp.engine.lanes import Lanes
 from fedobp.engine.memory import memory_of
 from fedobp.engine.precision import dtype_of

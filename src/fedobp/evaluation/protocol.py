@@ -33,7 +33,7 @@ class Protocol:
 PAPER_ROUNDS = (100, 200, 300, 400)
 
 
-def protocol(name: str, rounds: int) -> Protocol:
+def make_protocol(name: str, rounds: int) -> Protocol:
     """Return the protocol `default` (the last round) or `paper` (the best of rounds 100, 200, 300 and 400)."""
     if name == "default":
         return Protocol("default", "pooled and client mean", (rounds,), "last")

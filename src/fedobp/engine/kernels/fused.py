@@ -67,7 +67,7 @@ class Fused:
         self._size = model.layout.size
         self._to_kernel_order = order.to(device, torch.int32)
         self._to_flat_order = flat_order(order, self._size).to(device, torch.int32)
-        self._cache: dict[tuple[StepConfig, int], _CachedSteps] = {}
+        self._cache: dict[tuple[StepConfig, object], _CachedSteps] = {}
         self._scales: dict[FederatedData, Tensor] = {}
 
     @cached_property
