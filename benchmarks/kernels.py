@@ -104,7 +104,7 @@ def profile(config: Config, runs: int) -> None:
         print(f"  {took:9.2f} ms {took / busy:6.1%} {int(count):7d}  {name[:110]}")
     begun = clock(DEVICE)
     for _ in range(3):
-        evaluate(engine, config, federation.method, model, federation.data)
+        evaluate(engine, federation.plan(config, federation.method))
     print(f"  an evaluation of all clients as served: {(clock(DEVICE) - begun) / 3 * 1e3:.1f} ms", flush=True)
 
 
@@ -127,8 +127,8 @@ def baselines(config: Config) -> None:
             jobs = [[job(simulation, at + 1, sampled[at])] for at in rounds]
             train(engine, [simulation], jobs[:1] if chosen is serial else jobs)  # warm-up: libraries, graphs
             took = train(engine, [simulation], jobs)
-            evaluate(engine, config, federation.method, model, data)
-            tested = evaluate(engine, config, federation.method, model, data)
+            evaluate(engine, federation.plan(config, federation.method))
+            tested = evaluate(engine, federation.plan(config, federation.method))
         each = took / sum(steps[at] for at in rounds)
         estimated = each * sum(steps) + config.rounds / config.eval_every * tested
         print(f"{name}: {each * sum(steps) / config.rounds * 1e3:.1f} ms a round, {1 / each:,.0f} client-steps/s, an "

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fedobp import Config, Federation, FedobpError
-from fedobp.accounting import Accounting
+from fedobp.accounting import Accounting, cost_of
 from fedobp.algorithms import METHODS
 from fedobp.engine import ClientJob
 from fedobp.method import CohortUpdate, RoundContext
@@ -96,24 +96,21 @@ def test_fedobps_download_counts_values_and_positions(engine):
 # Round by round.
 
 
-def added(accounting, round, cohort, loss, finite=True, entries=3):
-    """Add a cohort that receives `entries` numbers a client and uploads twice as many."""
+def cost(round, cohort, loss, finite=True, entries=3):
+    """Return the cost of a cohort that receives `entries` numbers per client and uploads twice as many."""
     ctx, clients = RoundContext(None, round, 9, 9, 1, torch.tensor(cohort)), len(cohort)
     job = ClientJob(ctx, (), {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0})
     upload = {"theta": torch.zeros(clients, 2 * entries)}
     finite = torch.full((clients,), finite)
     update = CohortUpdate(upload, torch.ones(clients), clients, torch.tensor(loss), finite, processed=5 * clients)
-    accounting.add(job, {"theta": torch.zeros(clients, entries)}, update)
+    return cost_of(job, {"theta": torch.zeros(clients, entries)}, update)
 
 
 def test_a_round_is_one_line_over_its_cohorts():
     accounting = Accounting(METHODS["fedavg"]())
-    added(accounting, 1, [4, 2], [1.0, torch.nan])
-    added(accounting, 1, [3], [2.0])
-    accounting.end_round()
-    added(accounting, 2, [5], [torch.nan])
+    accounting.add_round([cost(1, [4, 2], [1.0, torch.nan]), cost(1, [3], [2.0])])
     assert accounting.pending == 1
-    accounting.end_round()
+    accounting.add_round([cost(2, [5], [torch.nan])])
     assert (accounting.pending, accounting.bytes_down, accounting.bytes_up) == (2, 0, 0)
     assert accounting.settle() == {"round": 1, "cohort": [4, 2, 3], "loss": 1.5, "bytes_down": 36, "bytes_up": 72}
     assert accounting.settle() == {"round": 2, "cohort": [5], "loss": None, "bytes_down": 12, "bytes_up": 24}
@@ -123,8 +120,6 @@ def test_a_round_is_one_line_over_its_cohorts():
 
 def test_a_client_that_diverged_is_named_when_its_round_is_settled():
     accounting = Accounting(METHODS["fedavg"]())
-    added(accounting, 3, [4], [1.0])
-    added(accounting, 3, [6], [1.0], finite=False)
-    accounting.end_round()
+    accounting.add_round([cost(3, [4], [1.0]), cost(3, [6], [1.0], finite=False)])
     with pytest.raises(FedobpError, match=r"round 3, client 6: .* use a smaller --lr"):
         accounting.settle()

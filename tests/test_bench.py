@@ -172,7 +172,8 @@ def test_runs_train_side_by_side_and_times_are_one_runs_share(fake_time):
 def test_evaluation_of_some_clients_is_scaled_to_all(fake_time, monkeypatch):
     asked = []
 
-    def evaluate(engine, config, method, model, data):
+    def evaluate(engine, plan):
+        data = plan.data
         asked.append(data.clients)
         return 2.0 * sum(data.size(client, "test") for client in range(data.clients))
 

@@ -13,8 +13,8 @@ from fedobp.wire import Payload
 
 
 @dataclass(frozen=True)
-class _Cost:
-    """What one cohort cost."""
+class Cost:
+    """What one cohort's part of a round cost; the numbers of its tensors may still be on their way from a device."""
 
     ctx: RoundContext
     hparams: Mapping[str, float]
@@ -22,29 +22,31 @@ class _Cost:
     finite: AsyncCopy
     down: Payload
     up: Payload
+    processed: int  # samples that went through models
+    samples: int  # training samples of the cohort
+
+
+def cost_of(job: ClientJob, download: Record, update: CohortUpdate) -> Cost:
+    """Return what a cohort cost, without waiting for a device."""
+    copies = AsyncCopy(update.loss), AsyncCopy(update.finite)
+    payloads = Payload(download), Payload(update.upload)
+    return Cost(job.ctx, job.hparams, *copies, *payloads, update.processed, update.samples)
 
 
 class Accounting:
-    """The costs of a run, cohort by cohort; a round is settled when its numbers have arrived."""
+    """The costs of a run; a round is settled when its numbers have arrived."""
 
     def __init__(self, method: Method) -> None:
         self._method = method
-        self._round: list[_Cost] = []
-        self._pending: list[list[_Cost]] = []
+        self._pending: list[Sequence[Cost]] = []
         self.bytes_down = self.bytes_up = 0  # of the rounds that are settled
-        self.processed = self.samples = 0  # that went through models, and that there were
+        self.processed = self.samples = 0  # samples that went through models, and training samples of the cohorts
 
-    def add(self, job: ClientJob, download: Record, update: CohortUpdate) -> None:
-        """Add what a cohort cost; this does not wait for a device."""
-        arriving = AsyncCopy(update.loss), AsyncCopy(update.finite)
-        self._round.append(_Cost(job.ctx, job.hparams, *arriving, Payload(download), Payload(update.upload)))
-        self.processed += update.processed
-        self.samples += update.samples
-
-    def end_round(self) -> None:
-        """Close the round: what is added next belongs to another one."""
-        self._pending.append(self._round)
-        self._round = []
+    def add_round(self, costs: Sequence[Cost]) -> None:
+        """Add a round, cohort by cohort."""
+        self._pending.append(costs)
+        self.processed += sum(cost.processed for cost in costs)
+        self.samples += sum(cost.samples for cost in costs)
 
     @property
     def pending(self) -> int:
@@ -63,7 +65,7 @@ class Accounting:
         return line
 
 
-def _line(costs: Sequence[_Cost], method: Method) -> dict[str, Any]:
+def _line(costs: Sequence[Cost], method: Method) -> dict[str, Any]:
     for cost in costs:
         finite = cost.finite.value()
         if not finite.all():

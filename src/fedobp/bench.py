@@ -18,16 +18,15 @@ from torch import Tensor
 
 from fedobp.config import Config
 from fedobp.data import REGISTRY, Dataset, FederatedData, data_dir, describe, load
-from fedobp.engine import Budget, ClientJob, ClientPool, Counters, Engine, Store, dtype_of
+from fedobp.engine import Budget, ClientJob, Counters, Engine, dtype_of
 from fedobp.engine.batch_order import batches_of
 from fedobp.engine.cost import cost
 from fedobp.engine.precision import deterministic
 from fedobp.engine.stack import Grouped, stacked
 from fedobp.errors import FedobpError
-from fedobp.evaluation import Evaluator, ServerView
+from fedobp.evaluation import Evaluator
 from fedobp.federation import Federation, assign
-from fedobp.launch import Simulation, batch_size_for, engine_for, memory_for, simulate
-from fedobp.method import Method, RoundContext
+from fedobp.launch import RunPlan, Simulation, batch_size_for, engine_for, memory_for, simulate
 from fedobp.models import Model
 from fedobp.options import Precision
 from fedobp.resolution import check_names, resolve
@@ -109,23 +108,13 @@ class _Measured:
         return self.done.samples / self.seconds
 
 
-def evaluate(engine: Engine, config: Config, method: Method, model: Model, data: FederatedData) -> float:
+def evaluate(engine: Engine, plan: RunPlan) -> float:
     """Test all clients' models as served before round 1, and return how long it took."""
-    theta = model.initial(config.seed).to(data.x.device, data.dtype)
-    initial = method.init(model, theta, config.seed)
-    evaluator = Evaluator(method, model, ClientPool(data, initial.state, theta, config.seed, Budget()), engine, 0)
-    rates = {"lr": config.lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
-    begun = clock(data.x.device)
-    evaluator(
-        ServerView(
-            lambda clients: RoundContext(model, 1, config.rounds, config.clients, 1, clients, config.seed),
-            initial.server,
-            Store(initial.record, config.clients, Budget()),
-            {**rates, **method.hparams()},
-        ),
-        everything=False,
-    )
-    return clock(data.x.device) - begun
+    run, clients = simulate(plan, engine, Budget())
+    evaluator = Evaluator(plan.method, plan.model, clients, engine, 0)
+    begun = clock(plan.data.x.device)
+    evaluator(run.view(1), everything=False)
+    return clock(plan.data.x.device) - begun
 
 
 def train(engine: Engine, simulations: Sequence[Simulation], rounds: Sequence[Sequence[ClientJob]]) -> float:
@@ -393,8 +382,8 @@ class _Session:
         data = self._data
         if some < len(self._shards):
             data = data.repartitioned(self._dataset, self._shards[:some], self._config.normalize)
-        given = engine, self._config, self._method, self._model, data
-        took = evaluate(*given)
+        plan = RunPlan(self._config, self._method, self._model, data, "")
+        took = evaluate(engine, plan)
         if self._device.type == "cuda" or took < self._left(end):  # the first time is slower than all others
-            took = evaluate(*given)
+            took = evaluate(engine, plan)
         return took * sum(len(shard.test) for shard in self._shards) / max(1, tested)

@@ -1,4 +1,4 @@
-"""The settings of a run, as they were asked for: checked value by value, without reading a file.
+"""The settings of a run, as given by the user: checked value by value, without reading a file.
 
 Its fields are the command line's flags; each carries its help text here, once. What is not given is None until the
 dataset is read: `resolution.resolve` decides it, and `config.toml` holds the resolved form. Importing this module, and
@@ -73,8 +73,8 @@ class Config:
     )
     partition: str = _federation(
         None,
-        "How data falls on clients: dirichlet, dirichlet-equal, iid, shards, classes, quantity, feature or natural "
-        "(default: dirichlet)",
+        "Assignment of samples to clients: dirichlet, dirichlet-equal, iid, shards, classes, quantity, feature or "
+        "natural (default: dirichlet)",
     )
     partition_options: Mapping[str, Option] = field(default_factory=dict)
     alpha: float = _federation(
@@ -87,7 +87,7 @@ class Config:
     val_ratio: float = _federation(
         None, "Share of each client's training part for validation (default: 0.0)", low=0, high=0.9
     )
-    holdout_clients: int = _federation(None, "Clients that never train, to see how a new one fares (default: 0)", low=0)
+    holdout_clients: int = _federation(None, "Clients that never train, to evaluate new clients (default: 0)", low=0)
     partition_file: str | None = _federation(None, "A partition that `fedobp partition --save` has written")
     normalize: Normalize = _federation(
         None, "Scaling: by constants, by the training parts, ... (default: dataset for the paper's eight; else train)"
@@ -95,10 +95,10 @@ class Config:
     model: str = _federation(None, "Model (default: cnn; images below 16x16: cnn-small; tables: mlp)")
     rounds: int = _training(None, "Number of rounds (default: 400; digits: 60)", low=1, high=1_000_000)
     participation: float = _training(None, "Share of clients in a round (default: 0.1; digits: 0.2)", above=0, high=1)
-    epochs: int = _training(5, "Local epochs of a visit", low=1, high=1_000)
+    epochs: int = _training(5, "Local epochs per round", low=1, high=1_000)
     batch_size: int = _training(32, "Samples in a batch; batches of one sample are skipped", low=2)
     lr: float = _training(0.01, "Learning rate of local SGD", above=0)
-    momentum: float = _training(0.0, "Momentum of local SGD; it starts anew at each visit", low=0, below=1)
+    momentum: float = _training(0.0, "Momentum of local SGD; reset at the start of each training phase", low=0, below=1)
     weight_decay: float = _training(0.0, "Weight decay of local SGD", low=0)
     lr_schedule: LrSchedule = _training("constant", "Learning rate over the rounds")
     seed: int = _training(42, "Seed of initialisation, sampling and batches", low=0, high=2**32 - 1)

@@ -34,7 +34,7 @@ def read(config: Config) -> Dataset:
 
 
 def assign(config: Config, dataset: Dataset) -> tuple[Dataset, list[Shard]]:
-    """Assign a dataset's samples to clients: as a saved partition says, or anew, by resolved settings.
+    """Assign a dataset's samples to clients: by a saved partition, or by a new one from the resolved settings.
 
     Where the partition changes clients' inputs, the dataset that comes back has the changed ones.
     """

@@ -39,6 +39,7 @@ from fedobp.run import Run
 T = TypeVar("T")
 Round = Generator[ClientJob, CohortUpdate, None]
 Update = CohortUpdate | BaseException
+Planned = list[ClientJob] | BaseException  # the jobs of a run's round, or why they could not be planned
 
 
 @dataclass(frozen=True)
@@ -121,10 +122,8 @@ def group_launches(configs: Sequence[Config], dataset: Callable[[Config], Datase
     return launches
 
 
-def check_launches(launches: Sequence[Sequence[int]], configs: Sequence[Config]) -> list[list[int]]:
-    """Return launches that name every run once, and together only runs that can train side by side."""
-    if sorted(run for launch in launches for run in launch) != list(range(len(configs))):
-        raise FedobpError(f"`launches` must name each of the {len(configs)} runs once")
+def check_launches(launches: Sequence[Sequence[int]], configs: Mapping[int, Config]) -> None:
+    """Refuse launches of runs that cannot train side by side."""
     for launch in launches:
         for run in launch[1:]:
             if _launch_key(configs[run]) != _launch_key(configs[launch[0]]):
@@ -133,7 +132,6 @@ def check_launches(launches: Sequence[Sequence[int]], configs: Sequence[Config])
                     f"{first.method}, seed {first.seed}, and {other.method}, seed {other.seed}, cannot share a launch: "
                     "their samples, model, batch size or machine settings differ"
                 )
-    return [list(launch) for launch in launches]
 
 
 def _runs_at_once(configs: Sequence[Config], dataset: Dataset) -> int:
@@ -181,12 +179,12 @@ class Launch:
         first, configs = plans[0], [plan.config for plan in plans]
         batch = batch_size_for(first.config, [plan.data for plan in plans])
         self._plans, self.engine = plans, engine_for(first.config, first.model, batch)
-        self._ended: dict[int, Result | BaseException] = {}
-        self.going: dict[int, Simulation] = {}
+        self._outcomes: dict[int, Result | BaseException] = {}
+        self.active: dict[int, Simulation] = {}
         budget = Budget(memory_for(first.config, "store"))
         for at, plan in enumerate(plans):
             if one := self.attempt(at, partial(simulate, plan, self.engine, budget, keep_models, configs)):
-                self.going[at] = one
+                self.active[at] = one
 
     def attempt(self, at: int, step: Callable[[], T]) -> T | None:
         """Take a step of a run; what it raises ends this run alone."""
@@ -198,28 +196,39 @@ class Launch:
         done = caught(attributed)
         if not isinstance(done, BaseException):
             return done
-        self.going.pop(at, None)
-        self._ended[at] = done
+        self.active.pop(at, None)
+        self._outcomes[at] = done
         if len(self._plans) > 1:  # the others need the memory that its frames hold
             for error in (done, done.__cause__):
                 clear_frames(error.__traceback__ if error else None)
         return None
 
-    def plan(self, number: int) -> dict[int, list[ClientJob]]:
-        """Return what a round of each run asks of its cohorts."""
-        going = [(at, one.run) for at, one in self.going.items() if number <= one.run.config.rounds]
-        return {at: jobs for at, run in going if (jobs := self.attempt(at, partial(run.plan, number)))}
+    def plan(self, number: int) -> dict[int, Planned]:
+        """Return the jobs of each run's round, or why there are none."""
+        active = {at: one.run for at, one in self.active.items() if number <= one.run.config.rounds}
+        return {at: caught(partial(run.plan, number)) for at, run in active.items()}
 
-    def prepare(self, plan: Mapping[int, Sequence[ClientJob]]) -> Prepared:
-        """Compute ahead what the first jobs of a round need."""
-        return self.engine.prepare([self.going[at].clients.assign(jobs[0]) for at, jobs in plan.items()])
+    def start(self, plan: Mapping[int, Planned]) -> dict[int, Round]:
+        """Return the rounds of a plan; a run whose planning failed ends here."""
+        return {
+            at: round
+            for at, jobs in plan.items()
+            if at in self.active and (round := self.attempt(at, partial(_start, self.active[at].run, jobs)))
+        }
+
+    def prepare(self, plan: Mapping[int, Planned]) -> Prepared | None:
+        """Compute in advance what the first jobs of a round need; None: that failed, and training will compute it."""
+        first = {at: jobs[0] for at, jobs in plan.items() if not isinstance(jobs, BaseException)}
+        assigned = [self.active[at].clients.assign(job) for at, job in first.items()]
+        prepared = caught(partial(self.engine.prepare, assigned))
+        return None if isinstance(prepared, BaseException) else prepared
 
     def advance(self, rounds: Mapping[int, Round], updates: Mapping[int, Update | None]) -> dict[int, PoolJob]:
-        """Send rounds their cohorts' updates (None: start them); return the jobs that they ask for next."""
+        """Send rounds their cohorts' updates (None: start them); return their next jobs."""
         found = {}
         for at, update in updates.items():
-            if at in self.going and (job := self.attempt(at, partial(_advance, rounds[at], update))):
-                found[at] = self.going[at].clients.assign(job)
+            if at in self.active and (job := self.attempt(at, partial(_advance, rounds[at], update))):
+                found[at] = self.active[at].clients.assign(job)
         return found
 
     def train(self, jobs: Mapping[int, PoolJob], prepared: Prepared | None = None) -> dict[int, Update]:
@@ -228,14 +237,20 @@ class Launch:
 
     def results(self) -> list[Result | BaseException]:
         """Return each run's result, or what ended it."""
-        for at, one in list(self.going.items()):
+        for at, one in list(self.active.items()):
             if result := self.attempt(at, one.run.result):
-                self._ended[at] = result
-        return [self._ended[at] for at in range(len(self._plans))]
+                self._outcomes[at] = result
+        return [self._outcomes[at] for at in range(len(self._plans))]
+
+
+def _start(run: Run, planned: Planned) -> Round:
+    if isinstance(planned, BaseException):
+        raise planned
+    return run.round(planned)
 
 
 def _advance(round: Round, update: Update | None) -> ClientJob | None:
-    """Return what a round asks for next; None: it is over."""
+    """Return a round's next job; None: the round is finished."""
     try:
         if isinstance(update, BaseException):
             return round.throw(update)
@@ -256,8 +271,8 @@ def train_side_by_side(
     for number in count(1):
         if not plan:
             return launch.results()
-        begun, before = time.perf_counter(), launch.engine.counters
-        rounds = {at: launch.going[at].run.round(jobs) for at, jobs in plan.items()}
+        started, before = time.perf_counter(), launch.engine.counters
+        rounds = launch.start(plan)
         jobs = launch.advance(rounds, dict.fromkeys(rounds))
         clock = time.perf_counter()
         updates = launch.train(jobs, prepared)
@@ -268,13 +283,12 @@ def train_side_by_side(
             clock = time.perf_counter()
             updates = launch.train(jobs)
             training += time.perf_counter() - clock
-        plan = {at: jobs for at, jobs in plan.items() if at in launch.going}
         now, occupancy = time.perf_counter(), (launch.engine.counters - before).occupancy
-        going = [at for at in rounds if at in launch.going]
-        times = {"round": number, "train": training, "all": now - begun, "runs": len(going), "occupancy": occupancy}
-        for at in going:
-            run = launch.going[at].run
-            launch.attempt(at, partial(run.log_times, times, (now - last) / len(going)))  # each has an equal share
+        active = [at for at in rounds if at in launch.active]
+        times = {"round": number, "train": training, "all": now - started, "runs": len(active), "occupancy": occupancy}
+        for at in active:
+            run = launch.active[at].run
+            launch.attempt(at, partial(run.log_times, times, (now - last) / len(active)))  # each has an equal share
             progress(Progress(run.config.method, number, run.config.rounds, run.accuracy, at))
         last = now
     raise AssertionError("count has no end")

@@ -36,7 +36,7 @@ class Client:
     """All that one client's functions may see. Functions return a changed copy."""
 
     state: Tensors  # lives on the client from round to round
-    download: Record  # what the method's `download` gave this client
+    download: Record  # what the server sent: this client's part of the method's `download`
     scratch: Tensors  # dropped after the program; the model in use is scratch["theta"]
     upload: Record  # what the method's `aggregate` will get
     hparams: Tensors  # lr, momentum, weight_decay and the method's float options, as 0-d tensors
@@ -89,9 +89,9 @@ class Train:
     """Epochs of SGD on vectors in `scratch`; a last batch of a single sample is skipped.
 
     The gradient is that of the loss, plus mu (theta - anchor) for `pull`, plus `drift`; weight decay and momentum
-    follow, and momentum starts anew with each phase. Entries outside `part` and `mask` do not move. Names refer to
-    `scratch`, names of numbers to `hparams`. All but `learn` and `loss` concern learn[0]. A phase without `loss` is the
-    fast path: there, clients of different methods train together.
+    follow, and momentum is reset at the start of each phase. Entries outside `part` and `mask` do not move. Names refer
+    to `scratch`, names of numbers to `hparams`. All but `learn` and `loss` concern learn[0]. A phase without `loss` is
+    the fast path: there, clients of different methods train together.
     """
 
     epochs: int

@@ -108,7 +108,7 @@ def _with_partition_file(config: Config, path: Path) -> Config:
         if spec.name not in PARTITION_SETTINGS:
             continue
         if spec.name not in saved or (spec.name in TABLES and not isinstance(saved[spec.name], dict)):
-            raise FedobpError(f"the partition {short(path, 200)} does not say its {spec.name}: save it anew")
+            raise FedobpError(f"the partition {short(path, 200)} does not say its {spec.name}: save it again")
         given, value = getattr(config, spec.name), saved[spec.name]
         if given not in (None, {}, value):
             asked = f"--partition-set {_pairs(given)}" if spec.name in TABLES else f"{flag(spec.name)} {given}"

@@ -9,7 +9,7 @@ from typing import Any, Protocol, get_args
 import torch
 from torch import Tensor
 
-from fedobp.accounting import Accounting
+from fedobp.accounting import Accounting, cost_of
 from fedobp.config import Config, side_by_side
 from fedobp.engine import Budget, ClientJob, Store
 from fedobp.errors import FedobpError
@@ -30,7 +30,7 @@ class Evaluate(Protocol):
 
 
 class Run:
-    """One method's training. It holds no client data: whoever advances `round` has the clients train."""
+    """One method's training. It holds no client data: the caller of `round` trains the clients."""
 
     def __init__(
         self,
@@ -53,28 +53,29 @@ class Run:
         self.accounting, self.reports, self.seconds = Accounting(method), list[Report](), 0.0
         self._sampler, self._evaluator, self._global_gradient = Sampler(config), evaluator, global_gradient
         self._protocol = make_protocol(config.protocol, config.rounds)
-        self._models = ClientModels(model.layout, self.server["theta"])
+        self._models: ClientModels | None = None  # those of the last round
         self._partition, self._metadata = partition, metadata or {}
         self._keep_models = keep_models or (out is not None and config.save_models == "all")
         self._launch = launch  # all runs that train side by side, in order
         self._folder = _open_folder(out, config, partition, launch) if out else None  # last: a run that starts has one
 
     def plan(self, number: int) -> list[ClientJob]:
-        """Return what a round asks of its cohorts, but for what it sends them: a pure function of the round.
+        """Return the jobs of a round, without downloads: a pure function of the round.
 
-        That is one cohort, several in turn if the method asks for them, and one for each client if it is sequential.
+        There is one cohort, several in turn if the method wants them, and one for each client if it is sequential.
         """
         ctx, kinds = self.context(number, self._sampler.cohort(number)), self.method.cohorts(number, self.config.rounds)
         if not kinds or set(kinds) - set(get_args(CohortKind)):
             raise FedobpError(f"`cohorts` of {self.method.name} must return 'sampled', 'all' or both, not {kinds!r}")
-        everyone = replace(ctx, cohort=torch.arange(self.config.trainers), full_participation=True)
-        contexts = [everyone if kind == "all" else ctx for kind in kinds]
+        all_clients = replace(ctx, cohort=torch.arange(self.config.trainers), full_participation=True)
+        contexts = [all_clients if kind == "all" else ctx for kind in kinds]
         if self.method.sequential:
             contexts = [replace(one, cohort=client) for one in contexts for client in one.cohort.split(1)]
         return [self.job(one) for one in contexts]
 
     def round(self, plan: Sequence[ClientJob]) -> Generator[ClientJob, CohortUpdate, None]:
-        """Run one round (the paper's Algorithm 1): sample, download, train (yield), aggregate, evaluate, log."""
+        """Run a planned round (the paper's Algorithm 1): download, train (yield), aggregate; then evaluate and log."""
+        costs = []
         for job in plan:
             cohort = job.ctx.cohort.tolist()
             download, records = self.method.download(job.ctx, self.server, self.records.gather(cohort))
@@ -82,12 +83,12 @@ class Run:
             if update.samples:  # a cohort without training samples skips aggregation
                 self.server, records = self.method.aggregate(job.ctx, self.server, records, update)
                 self.records.scatter(cohort, records)
-            self.accounting.add(job, download, update)
-        self.accounting.end_round()
+            costs.append(cost_of(job, download, update))
+        self.accounting.add_round(costs)
         self.evaluate_and_log(plan[0].ctx.round)
 
     def job(self, ctx: RoundContext) -> ClientJob:
-        """Return what a cohort is asked to do, but for what it is sent."""
+        """Return a cohort's job, without its download."""
         return ClientJob(ctx, tuple(self.method.client_update(ctx)), self.hparams(self.config.lr_at(ctx.round)))
 
     def context(self, number: int, cohort: Tensor) -> RoundContext:
@@ -99,7 +100,7 @@ class Run:
         )  # fmt: skip
 
     def hparams(self, lr: float) -> dict[str, float]:
-        """Return the numbers that clients get."""
+        """Return the hyper-parameters that clients receive."""
         rates = {"lr": lr, "momentum": self.config.momentum, "weight_decay": self.config.weight_decay}
         return {**rates, **self.method.hparams()}
 
@@ -113,8 +114,8 @@ class Run:
         CUDA may still be working on this round: then it is logged when the next one is under way.
         """
         due = self.is_due(number)
-        on_device = self.server["theta"].is_cuda and not due
-        while self.accounting.pending > on_device:
+        unfinished = 1 if self.server["theta"].is_cuda and not due else 0
+        while self.accounting.pending > unfinished:
             line = self.accounting.settle()
             try:
                 if due and not self.accounting.pending:
@@ -127,14 +128,17 @@ class Run:
     def _evaluate(self, number: int) -> Report:
         """Test all clients; the last round's served models are kept as the run's.
 
-        Fine-tuning takes the full learning rate: a schedule's last rounds would leave it nothing to do.
+        Fine-tuning uses the full learning rate: in a schedule's last rounds it would be close to 0.
         """
-        last = number == self.config.rounds
-        if last:
+        keep = None
+        if number == self.config.rounds:
             self._models = ClientModels(self.model.layout, self.server["theta"])
-        view = ServerView(partial(self.context, number), self.server, self.records, self.hparams(self.config.lr))
-        keep = self._models.add if last and self._keep_models else None
-        return self._evaluator(view, everything=number in self._protocol.rounds, keep=keep)
+            keep = self._models.add if self._keep_models else None
+        return self._evaluator(self.view(number), everything=number in self._protocol.rounds, keep=keep)
+
+    def view(self, number: int) -> ServerView:
+        """Return what an evaluation in a round is given."""
+        return ServerView(partial(self.context, number), self.server, self.records, self.hparams(self.config.lr))
 
     @property
     def accuracy(self) -> float | None:
@@ -150,6 +154,8 @@ class Run:
     def result(self) -> Result:
         """Choose what the protocol reports, and write models and result."""
         config, folder, reports, accounting = self.config, self._folder, self.reports, self.accounting
+        models = self._models
+        assert models is not None, "the last round is evaluated"
         down, up = accounting.bytes_down, accounting.bytes_up
         reported = [report for report in reports if report.round in self._protocol.rounds]
         new_clients = [report.new_clients for report in reported if report.new_clients]
@@ -176,14 +182,14 @@ class Run:
             bytes=Traffic(down / config.rounds, up / config.rounds, down, up),
             compute=Compute(accounting.processed / max(1, accounting.samples), reports[-1].passes),
             seconds=self.seconds,
-            models=self._models,
+            models=models,
             partition=self._partition,
             out=folder.path if folder else None,
             launch=tuple(self._launch),
         )
         if folder:
             if config.save_models != "none":
-                self._models.save(folder.path / "models", clients=config.save_models == "all", about=self._metadata)
+                models.save(folder.path / "models", clients=config.save_models == "all", about=self._metadata)
             beside = {"launch": [config.changed(other) for other in self._launch]} if len(self._launch) > 1 else {}
             folder.finish({**result.to_json(), **beside})
         return result

@@ -72,7 +72,7 @@ class SweepPlan:
         return _first_bug(self.failures)
 
     def without_failures(self) -> "SweepPlan":
-        """Return the plan of the runs that can start, counted anew."""
+        """Return the plan of the runs that can start, renumbered."""
         place = {run: at for at, run in enumerate(self.configs)}
         configs = {place[run]: config for run, config in self.configs.items()}
         methods = {place[run]: method for run, method in self.methods.items()}
@@ -116,16 +116,12 @@ def plan_sweep(
         groups = group_launches(complete, lambda config: usable[source_key(config)])
         found_launches = [[places[run] for run in group] for group in groups]
     else:
-        here = [[places.index(run) for run in launch if run in resolved] for launch in _whole(launches, len(asked))]
-        checked = check_launches([launch for launch in here if launch], complete)
-        found_launches = [[places[run] for run in launch] for launch in checked]
+        if sorted(run for launch in launches for run in launch) != list(range(len(asked))):
+            raise FedobpError(f"`launches` must name each of the {len(asked)} runs once")
+        startable = [[run for run in launch if run in resolved] for launch in launches]
+        found_launches = [launch for launch in startable if launch]
+        check_launches(found_launches, resolved)
     return SweepPlan(asked, resolved, methods, found_launches, failures, usable)
-
-
-def _whole(launches: Sequence[Sequence[int]], runs: int) -> Sequence[Sequence[int]]:
-    if sorted(run for launch in launches for run in launch) != list(range(runs)):
-        raise FedobpError(f"`launches` must name each of the {runs} runs once")
-    return launches
 
 
 def sweep(

@@ -1,4 +1,4 @@
-"""What a message weighs, and what it looks like: the one codec that the simulator counts with and real nodes send.
+"""The size and format of messages: the one codec that the simulator counts with and real nodes send.
 
 A message is a header (magic, length, and a JSON list of fields) followed by the payload: for each field, the mask of a
 `Sparse` value in its cheapest form, then the values. Masks are a bitmap, or a list of 4-byte positions of the smaller

@@ -268,7 +268,7 @@ BROKEN = {
 def test_a_file_that_is_no_npz_is_refused_with_its_path(folder, tmp_path, content):
     path = tmp_path / "source.npz"
     path.write_bytes(content)
-    with pytest.raises(FedobpError, match=r"source.npz cannot be read as an npz file of plain arrays .*: save it anew"):
+    with pytest.raises(FedobpError, match=r"source.npz cannot be read as an npz file of plain arrays .*: save it"):
         import_dataset("mine", path, folder)
     assert files(folder) == {}
 

@@ -229,7 +229,7 @@ def test_whole_floats_are_labels(folder, tmp_path):
 @pytest.mark.parametrize("content", [b"", b"PAR1 and then something else PAR1"])
 def test_a_damaged_parquet_file_is_refused(folder, tmp_path, content):
     (tmp_path / "t.parquet").write_bytes(content)
-    refused(r"t.parquet cannot be read as a Parquet file \(.*\): save it anew", tmp_path / "t.parquet", folder)
+    refused(r"t.parquet cannot be read as a Parquet file \(.*\): save it again", tmp_path / "t.parquet", folder)
 
 
 # npz.

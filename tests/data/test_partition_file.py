@@ -224,7 +224,7 @@ def test_valid_arrays_with_the_right_hash_are_loaded(saved, monkeypatch):
 def test_a_damaged_file_is_refused(saved):
     content = saved.with_suffix(".npz").read_bytes()
     saved.with_suffix(".npz").write_bytes(content[: len(content) // 2])
-    with pytest.raises(FedobpError, match=r"cannot be read as an npz file .*: save it anew$"):
+    with pytest.raises(FedobpError, match=r"cannot be read as an npz file .*: save it again$"):
         load_partition(saved, dataset())
 
 

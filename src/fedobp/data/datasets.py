@@ -253,7 +253,7 @@ def _check_names(name: str, what: str, key: str, values: NDArray[Any]) -> NDArra
     if values.dtype.kind == "U":
         native = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
         if native.view(np.uint32).max(initial=0) > sys.maxunicode:
-            raise FedobpError(f"dataset '{name}' has names in {key} that are no text: save it anew")
+            raise FedobpError(f"dataset '{name}' has names in {key} that are no text: save it again")
         if not np.char.strip(values).all():
             raise FedobpError(f"dataset '{name}' has samples without a name in {key}: name them, or leave them out")
         return values

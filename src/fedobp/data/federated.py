@@ -53,7 +53,7 @@ class FederatedData:
         self.x = (x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2) if x.ndim == 4 else x).contiguous()
         self.x, self.y = self.x.to(device), torch.as_tensor(dataset.y).to(device)
         self.dtype, self.classes = dtype, dataset.classes
-        self.samples_key = object()  # the same for all partitions of these samples in memory
+        self.storage_key = object()  # the same for all partitions of these samples in memory
         self._assign(dataset, shards, normalize)
 
     def repartitioned(self, dataset: Dataset, shards: Sequence[Shard], normalize: str | None = None) -> Self:

@@ -123,7 +123,7 @@ def _unreadable(path: Path, error: Exception) -> FedobpError:
         reason = "it is not one, or damaged"
     else:
         reason = f"damaged or incomplete: {first_line(error)}"
-    remedy = "save it anew"
+    remedy = "save it again"
     if path.stem in REGISTRY:
         remedy += f", or remove it and run `fedobp data fetch {path.stem} --data-dir {shlex.quote(str(path.parent))}`"
     return FedobpError(f"{short(path, 200)} cannot be read as an npz file of plain arrays ({reason}): {remedy}")

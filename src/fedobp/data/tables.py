@@ -49,7 +49,7 @@ def read_csv(path: Path, label: str, client: str | None, progress: Progress) -> 
             return Columns(path, names, label, client).to_arrays(chunks)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise FedobpError(
-            f"{short(path, 200)} cannot be read as a CSV file ({first_line(error)}): save it anew, in UTF-8"
+            f"{short(path, 200)} cannot be read as a CSV file ({first_line(error)}): save it again, in UTF-8"
         ) from error
 
 
@@ -76,7 +76,7 @@ def read_parquet(path: Path, label: str, client: str | None, progress: Progress)
         from pyarrow import parquet
     except ImportError as error:
         raise FedobpError("Parquet needs pyarrow: pip install 'fedobp[tables]'") from error
-    with _arrow_errors(path, "a Parquet file", "save it anew"), parquet.ParquetFile(path) as file:
+    with _arrow_errors(path, "a Parquet file", "save it again"), parquet.ParquetFile(path) as file:
         tables = (pyarrow.Table.from_batches([batch]) for batch in file.iter_batches(_CHUNK_ROWS))
         rows = file.metadata.num_rows
         return _read_arrow(path, file.schema_arrow, rows, tables, label, client, progress)
@@ -93,7 +93,7 @@ def read_huggingface(
     for file in path.rglob("*"):
         if not file.is_dir():
             regular(file)
-    with _arrow_errors(path, "a Hugging Face dataset", "save it anew with save_to_disk"):
+    with _arrow_errors(path, "a Hugging Face dataset", "save it again with save_to_disk"):
         loaded = datasets.load_from_disk(str(path))
         splits = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"": loaded}
         ordered = sorted(splits, key=lambda split: split != "train")

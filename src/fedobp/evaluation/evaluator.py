@@ -101,8 +101,8 @@ class Evaluator:
         self._method, self._model, self._clients, self._engine = method, model, clients, engine
         self._finetune_epochs, data = finetune_epochs, clients.data
         self._at_once = max(1, _CHUNK[data.x.device.type] // model.layout.size)
-        everyone = torch.arange(data.clients)
-        self._trainers, self._held_out = everyone[: data.trainers], everyone[data.trainers :]
+        all_clients = torch.arange(data.clients)
+        self._trainers, self._held_out = all_clients[: data.trainers], all_clients[data.trainers :]
         self._label_counts = data.label_counts.cpu()
         self._targets: dict[Split, list[Tensor]] = {
             split: [data.targets(client, split).cpu() for client in self._trainers.tolist()]

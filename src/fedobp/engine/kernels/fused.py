@@ -134,7 +134,7 @@ class Fused:
         return cached.buffers.predictions[:lanes].view(lanes, -1)[:, :most].clone()
 
     def _buffers(self, config: StepConfig, lanes: int, steps: int, data: FederatedData) -> _CachedSteps:
-        key = config, data.samples_key
+        key = config, data.storage_key
         cached = self._cache.get(key)
         if cached is None or cached.buffers.lanes < lanes or cached.buffers.steps < steps:
             old = (cached.buffers.lanes, cached.buffers.steps) if cached else (0, 0)

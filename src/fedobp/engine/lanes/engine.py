@@ -193,15 +193,16 @@ class Lanes:
         if device.type != "cuda":
             return {group: self._run_group(phases) for group, phases in groups.items()}
         self._kernels(device)  # built here: their tables are for all streams
-        here, found = torch.cuda.current_stream(), {}
+        here, used, found = torch.cuda.current_stream(), [], {}
         # Sweeps with a stopping rule come last: they synchronise.
         for group, phases in sorted(groups.items(), key=lambda one: getattr(one[1][0].item, "more", None) is not None):
-            stream = self._stream_of(group)
+            stream = self._acquire_stream(group)
+            used.append(stream)
             stream.wait_stream(here)
             with torch.cuda.stream(stream):
                 found[group] = self._run_group(phases)
-        for group in groups:
-            here.wait_stream(self._stream_of(group))
+        for stream in used:
+            here.wait_stream(stream)
         return found
 
     def _run_group(self, phases: Sequence[Phase]) -> list[PhaseResult | BaseException]:
@@ -226,8 +227,8 @@ class Lanes:
         rest = iter(again)
         return [one if isinstance(one, BaseException) else next(rest) for one in results], counter
 
-    def _stream_of(self, group: Hashable) -> torch.cuda.Stream:
-        """Return a group's stream, always the same: its graphs share workspaces with all that runs there."""
+    def _acquire_stream(self, group: Hashable) -> torch.cuda.Stream:
+        """Assign a stream to a group, always the same: its graphs share workspaces with all that runs there."""
         self._streams[group] = self._streams.pop(group) if group in self._streams else next(self._free)
         if len(self._streams) > 2 * CACHE_SIZE:
             del self._streams[next(iter(self._streams))]  # the least recently used: its graphs are no longer cached
