@@ -25,7 +25,7 @@ class Traffic:
 class Compute:
     """How often clients go through their training data."""
 
-    visit: float  # in a round
+    visit: float  # per round in which a client takes part
     use: float  # before a model is used: fine-tuning and the like, in the last evaluation
 
 

@@ -192,7 +192,7 @@ def test_new_clients_are_in_json_and_in_tables(federation):
     pooled = {" ".join(words[:-5]): float(words[-5]) for words in lines if words[:2] == ["new", "client,"]}
     assert pooled == {
         "new client, as served": pytest.approx(result.new_clients.served.pooled, abs=0.01),
-        "new client, after a visit": pytest.approx(result.new_clients.visited.pooled, abs=0.01),
+        "new client, after one round": pytest.approx(result.new_clients.visited.pooled, abs=0.01),
         "new client, own model": pytest.approx(result.new_clients.last.pooled, abs=0.01),
     }
     text = shown(compare_table([result]))

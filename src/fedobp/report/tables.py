@@ -77,7 +77,7 @@ def run_table(result: Result) -> RenderableType:
     if result.new_clients:
         rows += [
             ("new client, as served", result.new_clients.served),
-            ("new client, after a visit", result.new_clients.visited),
+            ("new client, after one round", result.new_clients.visited),
             ("new client, own model", result.new_clients.last),
         ]
     for name, column in rows:
@@ -97,7 +97,7 @@ def _new_clients_note(results: Sequence[Result]) -> list[str]:
     held_out = results[0].config.holdout_clients
     if not held_out:
         return []
-    return [f"New clients: {held_out} that are held out of all rounds and of the other numbers; one visit each."]
+    return [f"New clients: {held_out}, held out of all rounds and of the other numbers; each trains once, by itself."]
 
 
 def _majority_note(results: Sequence[Result]) -> str:
@@ -139,7 +139,7 @@ def compare_table(results: Sequence[Result]) -> RenderableType:
     """Return a row for each method, in the order given."""
     seeds = sorted({result.config.seed for result in results})
     accuracies = ["pooled", "client_mean", *(f"new_clients_{name}" for name in _new_client_accuracies(results))]
-    heads = {"client_mean": "client mean", "new_clients_served": "new client", "new_clients_visited": "after a visit"}
+    heads = {"client_mean": "client mean", "new_clients_served": "new client", "new_clients_visited": "after one round"}
     names = [heads.get(name, name) for name in accuracies]
     table = _Table("method", *names, "personal", "down", "up", "seconds")
     for row, runs in zip(summarise(results), _by_method(results).values(), strict=True):
