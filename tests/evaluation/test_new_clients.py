@@ -198,7 +198,7 @@ def test_new_clients_are_in_json_and_in_tables(federation):
     text = shown(compare_table([result]))
     assert "new client" in text
     assert f"{result.new_clients.visited.pooled:.2f}" in text
-    assert "2 that are held out" in text
+    assert "New clients: 2, held out" in text
     [row] = summarise([result])
     assert row["new_clients_served"] == {"mean": result.new_clients.served.pooled, "std": None}
 
