@@ -1,5 +1,6 @@
 """A method that fails in any of its functions ends its own runs only; other runs are the same as without it."""
 
+import json
 import sys
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -243,3 +244,22 @@ def test_an_error_of_several_seeds_is_reported_once():
 def test_an_error_of_all_runs_is_reported_once(monkeypatch):
     monkeypatch.setattr("fedobp.federation.partition", lambda *_, **__: (_ for _ in ()).throw(FedobpError("no data")))
     assert str(failing(Config(**TINY), Config(**TINY, method="fedavg"), Config(**TINY, seed=3))) == "no data"
+
+
+@dataclass(frozen=True)
+class Late(FedAvg):
+    """FedAvg that cannot plan its second round."""
+
+    name: ClassVar[str] = "late"
+
+    def client_update(self, ctx):
+        return fail() if ctx.round == 2 else super().client_update(ctx)
+
+
+def test_a_round_is_logged_although_the_next_one_cannot_be_planned(monkeypatch, tmp_path):
+    """The next round is planned while a round trains."""
+    monkeypatch.setitem(METHODS, "late", Late)
+    with pytest.raises(FedobpError, match="ValueError: no"):
+        Federation(Config(**TINY, method="late")).run(out=tmp_path / "run")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [1]
