@@ -25,7 +25,7 @@ from fedobp.engine.precision import deterministic
 from fedobp.engine.stack import Grouped, stacked
 from fedobp.errors import FedobpError
 from fedobp.evaluation import Evaluator
-from fedobp.federation import Federation, assign
+from fedobp.federation import assign
 from fedobp.launch import RunPlan, Simulation, batch_size_for, engine_for, memory_for, simulate
 from fedobp.models import Model
 from fedobp.options import Precision
@@ -125,15 +125,15 @@ def train(engine: Engine, simulations: Sequence[Simulation], rounds: Sequence[Se
     device = simulations[0].clients.data.x.device
     begun, prepared = clock(device), None
     for at, plan in enumerate(rounds):
-        going = [simulation.run.round([job]) for simulation, job in zip(simulations, plan, strict=True)]
-        asked = [simulation.clients.assign(next(one)) for simulation, one in zip(simulations, going, strict=True)]
-        updates = engine.train(asked, prepared)
-        for coming in rounds[at + 1 : at + 2]:
-            pairs = zip(simulations, coming, strict=True)
+        active = [simulation.run.round([job]) for simulation, job in zip(simulations, plan, strict=True)]
+        jobs = [simulation.clients.assign(next(round)) for simulation, round in zip(simulations, active, strict=True)]
+        updates = engine.train(jobs, prepared)
+        for following in rounds[at + 1 : at + 2]:
+            pairs = zip(simulations, following, strict=True)
             prepared = engine.prepare([simulation.clients.assign(job) for simulation, job in pairs])
-        for one, update in zip(going, updates, strict=True):
+        for round, update in zip(active, updates, strict=True):
             with suppress(StopIteration):
-                one.send(update)
+                round.send(update)
     return clock(device) - begun
 
 
@@ -233,10 +233,10 @@ class _Session:
         dataset = dataset or source(config)
         self._random = not describe(config.dataset, data_dir(config.data_dir)).available
         config, self._method = resolve(config, dataset)
-        self._federation = Federation.resolved(dataset, config, self._method)
         self._dataset, self._shards = assign(config, dataset)
-        self._model, self._data = self._federation.model, self._federation.data
-        self._device = self._data.x.device
+        self._device, dtype = torch.device(config.device), dtype_of(config.precision)
+        self._data = FederatedData(self._dataset, self._shards, self._device, dtype, config.normalize)
+        self._model = Model(config.model, self._data.shape, self._data.classes)
         self._asked = config.batch_size
         self._config = config = replace(config, batch_size=batch_size_for(config, [self._data]))
         # Each run's cohorts are its own; the partition stays the first one's.
@@ -329,7 +329,7 @@ class _Session:
         budget = Budget(memory_for(self._config, "store"))
         # No round is evaluated here: that is measured by itself.
         silent = [replace(one, rounds=_NEVER, eval_every=_NEVER, protocol="default") for one in self._configs]
-        plans = [self._federation.plan(one, self._method) for one in silent]
+        plans = [RunPlan(one, self._method, self._model, self._data, "") for one in silent]
         trials = [simulate(plan, engine, budget) for plan in plans]
         order = self._typical()
 

@@ -248,9 +248,9 @@ class Method(Options):
 
         Found by following the client's program without training; `download` and `state` are one client's.
         """
-        like = state.get("theta", next((value for value in state.values()), _NONE))
-        zero = like.new_zeros((), dtype=torch.float32)
-        counts = like.new_zeros(ctx.model.classes, dtype=torch.int64)
+        given = [*state.values(), *(v.values if isinstance(v, Sparse) else v for v in download.values())]
+        device = given[0].device if given else None
+        zero, counts = torch.zeros((), device=device), torch.zeros(ctx.model.classes, dtype=torch.int64, device=device)
         data = {"n": counts.sum(), "counts": counts, "steps": counts.sum()}
         names = ("lr", "momentum", "weight_decay", *self.hparams())
         client = Client(state, download, {}, {}, dict.fromkeys(names, zero), data)

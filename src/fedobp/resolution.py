@@ -26,7 +26,7 @@ from fedobp.models import NETS
 
 
 def check_names(config: Config) -> None:
-    """Refuse what is wrong whatever the dataset is, before it is read."""
+    """Refuse what is wrong whatever the dataset is; called before it is read, and for what it decides."""
     if config.model is not None and config.model not in NETS:
         raise unknown("model", config.model, NETS)
     partition = "dirichlet" if config.partition is None else config.partition
@@ -49,9 +49,7 @@ def resolve(config: Config, dataset: Dataset) -> tuple[Config, Method]:
     if config.partition_file is not None:
         config = _with_partition_file(config, _path("partition_file", config.partition_file))
     config = _machine(_with_defaults(config, dataset))
-    for kind, name, known in (("partition", config.partition, PARTITIONERS), ("model", config.model, NETS)):
-        if name not in known:
-            raise unknown(kind, name, known)
+    check_names(config)
     partitioner = PARTITIONERS[config.partition].configure(config.partition_options)
     options = {spec.name: getattr(partitioner, spec.name) for spec in partitioner.options()}
     config = replace(
@@ -62,7 +60,6 @@ def resolve(config: Config, dataset: Dataset) -> tuple[Config, Method]:
             f"--holdout-clients {config.holdout_clients} leaves none of {config.clients} clients to train: hold out "
             "fewer"
         )
-    make_protocol(config.protocol, config.rounds)
     return with_method(config)
 
 

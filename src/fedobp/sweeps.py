@@ -7,10 +7,10 @@ from pathlib import Path
 from traceback import walk_tb
 
 from fedobp.config import Config
-from fedobp.data import Dataset, data_dir, load
+from fedobp.data import Dataset
 from fedobp.engine import caught
 from fedobp.errors import FedobpError, described
-from fedobp.federation import Federation, folder_path, source_key
+from fedobp.federation import Federation, folder_path, read, source_key
 from fedobp.launch import Progress, RunPlan, check_launches, group_launches, train_side_by_side
 from fedobp.method import Method
 from fedobp.resolution import check_names, resolve
@@ -98,7 +98,7 @@ def plan_sweep(
     def attempt(config: Config) -> tuple[Config, Method]:
         check_names(config)
         if source_key(config) not in datasets:
-            datasets[source_key(config)] = caught(lambda: load(config.dataset, data_dir(config.data_dir)))
+            datasets[source_key(config)] = caught(partial(read, config))
         dataset = datasets[source_key(config)]
         if isinstance(dataset, BaseException):
             raise dataset
