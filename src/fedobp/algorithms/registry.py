@@ -1,13 +1,11 @@
 """Methods by name: the built-in ones, and those that other packages declare as entry points."""
 
-import inspect
 import re
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
-from importlib.metadata import EntryPoint, entry_points
-from traceback import walk_tb
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import EntryPoint
 
+from fedobp import plugins
 from fedobp.algorithms.apfl import APFL
 from fedobp.algorithms.decoupled import Decoupled
 from fedobp.algorithms.ditto import Ditto
@@ -33,7 +31,7 @@ from fedobp.algorithms.pfedsim import PFedSim
 from fedobp.algorithms.pspfl import PSPFL
 from fedobp.algorithms.scaffold import Scaffold
 from fedobp.algorithms.seqfededt import SeqFedEDT
-from fedobp.errors import FedobpError, Stopped, described, unknown
+from fedobp.errors import FedobpError, unknown
 from fedobp.method import Method
 from fedobp.options import Option
 
@@ -99,63 +97,21 @@ def available() -> tuple[dict[str, type[Method]], dict[str, FedobpError]]:
 
 @contextmanager
 def attributing_errors(method: type[Method]) -> Iterator[None]:
-    """Raise an exception from a method of another package as a user error that names the method and the line.
-
-    Exceptions from built-in methods pass unchanged: unless it is a `FedobpError`, it is a bug of this package.
-    """
-    package = method.__module__.partition(".")[0]
-    try:
+    """Raise an exception from a method of another package as a user error that names the method and the line."""
+    with plugins.attributing_errors("method", method.name, method):
         yield
-    except (FedobpError, KeyboardInterrupt, Stopped):
-        raise
-    except BaseException as error:  # also SystemExit
-        if package == __name__.partition(".")[0]:
-            raise
-        places = [
-            f"{frame.f_code.co_filename}:{line}"
-            for frame, line in walk_tb(error.__traceback__)
-            if frame.f_globals.get("__name__", "").partition(".")[0] == package
-        ]
-        where = places[-1] if places else _definition(method)
-        raise FedobpError(f"{described(error)} (method '{method.name}', {where})") from error
-
-
-def _definition(method: type[Method]) -> str:
-    """Return the file and line of a class."""
-    try:
-        return f"{inspect.getsourcefile(method)}:{inspect.getsourcelines(method)[1]}"
-    except (OSError, TypeError):  # no source
-        return method.__module__
 
 
 def _entry_points() -> dict[str, list[EntryPoint]]:
-    """Return the entry points of the group `fedobp.methods`, by name."""
-    found: dict[str, list[EntryPoint]] = {}
-    for one in entry_points(group="fedobp.methods"):
-        found.setdefault(one.name, []).append(one)
-    return found
+    return plugins.declared("fedobp.methods")
 
 
-def _loaded(name: str, found: Sequence[EntryPoint]) -> type[Method]:
+def _loaded(name: str, found: list[EntryPoint]) -> type[Method]:
     """Return another package's method, or raise a `FedobpError` with the reason why it cannot be loaded."""
-    values = list(dict.fromkeys(one.value for one in found))
-    which = f"the entry point '{name}' ({' and '.join(values)})"
-    if name in METHODS:
-        raise FedobpError(f"{which} has the name of a built-in method: its package must give it another one")
-    if len(values) > 1:
-        raise FedobpError(f"{which} is declared more than once: uninstall all but one of its packages")
-    try:
-        with redirect_stdout(sys.stderr):  # standard output is reserved for the command
-            method = found[0].load()
-        problem = _problem(method, name)
-    except (KeyboardInterrupt, Stopped):
-        raise
-    except BaseException as error:  # also SystemExit
-        raise FedobpError(f"the method '{name}' ({values[0]}) cannot be loaded: {described(error)}") from error
-    if problem:
-        raise FedobpError(f"{which} {problem}")
-    loaded: type[Method] = method
-    return loaded
+    method: type[Method] = plugins.load_entry_point(
+        "method", name, found, lambda loaded: _problem(loaded, name), built_in=name in METHODS
+    )
+    return method
 
 
 def _problem(method: object, name: str) -> str | None:
