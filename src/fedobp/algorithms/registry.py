@@ -31,7 +31,7 @@ from fedobp.algorithms.pfedsim import PFedSim
 from fedobp.algorithms.pspfl import PSPFL
 from fedobp.algorithms.scaffold import Scaffold
 from fedobp.algorithms.seqfededt import SeqFedEDT
-from fedobp.errors import FedobpError, unknown
+from fedobp.errors import FedobpError, short, unknown
 from fedobp.method import Method
 from fedobp.options import Option
 
@@ -69,19 +69,41 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
+_GIVEN: dict[str, type[Method]] = {}  # classes of the user, by name
+
+
 def method_class(name: str) -> type[Method]:
-    """Return a method's class by its name: a built-in one, or one of another package."""
+    """Return a method's class by its name: a built-in one, one that the user gave, or one of another package."""
     if name in METHODS:
         return METHODS[name]
+    if name in _GIVEN:
+        return _GIVEN[name]
     found = _entry_points()
     if name not in found:
         raise unknown("method", name, names())
     return _loaded(name, found[name])
 
 
+def register_method(method: type[Method]) -> str:
+    """Make a class of the user available under its name, instead of one given before, and return the name."""
+    name = str(getattr(method, "name", method))
+    if problem := _problem(method, name):
+        raise FedobpError(f"the method {short(method)} {problem}")
+    if METHODS.get(name, method) is not method:
+        raise FedobpError(f"'{name}' is the name of a built-in method: give yours another `name`")
+    if name not in METHODS:
+        _GIVEN[name] = method
+    return name
+
+
+def is_declared(name: str) -> bool:
+    """Return whether an installed package declares a method."""
+    return name in _entry_points()
+
+
 def names() -> list[str]:
     """Return the names of all methods, also of those in other packages, which are not loaded here."""
-    return list(dict.fromkeys([*METHODS, *_entry_points()]))
+    return list(dict.fromkeys([*METHODS, *_GIVEN, *_entry_points()]))
 
 
 def available() -> tuple[dict[str, type[Method]], dict[str, FedobpError]]:

@@ -12,8 +12,10 @@ from fedobp.engine.precision import dtype_of
 from fedobp.engine.protocol import ClientJob, Counters, Engine, PersonalModels, Prepared
 from fedobp.engine.serial import Serial
 from fedobp.engine.store import Budget, Store
+from fedobp.engine.vectorises import vectorises
 
 __all__ = [
     "Budget", "ClientJob", "ClientPool", "ClientSnapshot", "Counters", "Engine", "Lanes", "PersonalModels", "PoolJob",
     "Prepared", "Serial", "Store", "caught", "diverged", "dtype_of", "global_gradient", "memory_of",
+    "vectorises",
 ]  # fmt: skip

@@ -4,12 +4,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedobp.engine.stack import Forward
 from fedobp.errors import FedobpError
-from fedobp.models import Model
+from fedobp.models import Model, sample_losses
 
 
 class Cost(NamedTuple):
@@ -26,7 +25,7 @@ def cost(model: Model, forward: Forward, batch: int, dtype: torch.dtype) -> Cost
         name: torch.zeros(1, *shape, dtype=dtype, requires_grad=True)
         for name, shape in zip(model.layout.names, model.layout.shapes, strict=True)
     }
-    x = torch.zeros(1, batch, *model.shape, dtype=dtype)
+    x = model.zeros(1, batch, dtype=dtype)
     saved: dict[int, int] = {}
 
     def record(tensor: Tensor) -> Tensor:
@@ -43,7 +42,7 @@ def cost(model: Model, forward: Forward, batch: int, dtype: torch.dtype) -> Cost
             raise FedobpError(
                 f"model '{model.name}' cannot be run for many clients at once ({reason}): use --engine serial"
             ) from error
-        loss = functional.cross_entropy(logits.flatten(0, 1), torch.zeros(batch, dtype=torch.int64))
+        loss = sample_losses(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64), axes=2).mean()
         torch.autograd.grad(loss, list(tensors.values()), materialize_grads=True)
     itemsize = loss.element_size()
     # Model-sized: weights, gradients, momentum, and a mask or anchor. Activations: the saved tensors, and as much

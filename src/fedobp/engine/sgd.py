@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fedobp.data import FederatedData
 from fedobp.engine.stack import Forward
-from fedobp.models import Layout
+from fedobp.models import Layout, sample_losses
 
 
 @dataclass(frozen=True)
@@ -122,9 +121,8 @@ def training(data: FederatedData, learned: Collection[str], layout: Layout, forw
             ids, counts = current["ids"], current["counts"]
             x, operands = scaled(data, ids, mean, std), tensors
             if low:  # float32 weights, arithmetic in bfloat16
-                x, operands = x.bfloat16(), {name: tensor.bfloat16() for name, tensor in tensors.items()}
-            logits = forward(operands, x).to(total.dtype).flatten(0, 1)
-            each = functional.cross_entropy(logits, data.y[ids].flatten(), reduction="none").view(ids.shape)
+                x, operands = low_precision(x), {name: tensor.bfloat16() for name, tensor in tensors.items()}
+            each = sample_losses(forward(operands, x).to(total.dtype), data.y[ids], axes=2)
             real = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
             loss = (each * real).sum(dim=1) / counts.clamp(min=1)
             with torch.no_grad():
@@ -148,7 +146,14 @@ def training(data: FederatedData, learned: Collection[str], layout: Layout, forw
     return make
 
 
+def low_precision(x: Tensor) -> Tensor:
+    """Return inputs in bfloat16; tokens stay whole numbers."""
+    return x.bfloat16() if x.is_floating_point() else x
+
+
 def scaled(data: FederatedData, ids: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Return the inputs of samples [lanes, batch], scaled by each lane's constants."""
+    """Return the inputs of samples [lanes, batch], scaled by each lane's constants; tokens are not scaled."""
     x: Tensor = data.x[ids.flatten()].unflatten(0, ids.shape)
+    if data.vocabulary:
+        return x.long()
     return ((x.to(mean.dtype) / data.unit) - mean) / std

@@ -1,26 +1,13 @@
 """The networks: ordinary modules with a last layer called `classifier`. Inputs are [B, C, H, W] or [B, features]."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 from torch import nn
 
 from fedobp.errors import FedobpError
-
-NETS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {}
-
-
-def register(
-    name: str,
-) -> Callable[[Callable[[Sequence[int], int], nn.Module]], Callable[[Sequence[int], int], nn.Module]]:
-    """Register a network under a name: a function of (input shape, classes) that returns a new module."""
-
-    def add(build: Callable[[Sequence[int], int], nn.Module]) -> Callable[[Sequence[int], int], nn.Module]:
-        NETS[name] = build
-        return build
-
-    return add
+from fedobp.models.registry import register
 
 
 def _image(name: str, shape: Sequence[int], smallest: int) -> tuple[int, int, int]:

@@ -13,6 +13,7 @@ from fedobp.engine.client_pool import PoolJob
 from fedobp.engine.lanes.vectorised import Vectorised
 from fedobp.engine.lanes.workers import Workers
 from fedobp.engine.precision import autocast
+from fedobp.engine.sgd import low_precision
 from fedobp.engine.stack import Forward
 from fedobp.models import Model
 from fedobp.options import Precision
@@ -45,7 +46,7 @@ class Predictor:
         data, clients, device = job.clients.data, job.ctx.cohort, theta.device
         special = partial(job.predict, self._functions.model_on(device)) if job.predict and scratch else None
         sizes = [data.size(client, split) for client in clients.tolist()]
-        found = torch.zeros(len(sizes), max(sizes), dtype=torch.int64, device=device)
+        found = torch.zeros(len(sizes), max(sizes), *data.y.shape[1:], dtype=torch.int64, device=device)
 
         @torch.no_grad()
         def test(rows: Sequence[int]) -> None:
@@ -71,7 +72,7 @@ class Predictor:
                         logits = vmap(special)({name: values[:lanes] for name, values in mine.items()}, x)
                 else:
                     logits = self._logits({name: tensor[:lanes] for name, tensor in tensors.items()}, x)
-                found[there[:lanes], start : start + width] = logits.argmax(dim=2)
+                found[there[:lanes], start : start + width] = logits.argmax(dim=-1)
 
         longest_first = sorted(range(len(sizes)), key=lambda row: -sizes[row])
         stacks = self._workers.stacks(longest_first, theta, _TEST_BATCH, plain=special is None)
@@ -81,5 +82,5 @@ class Predictor:
 
     def _logits(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
         if self._precision == "bf16":
-            x, tensors = x.bfloat16(), {name: tensor.bfloat16() for name, tensor in tensors.items()}
+            x, tensors = low_precision(x), {name: tensor.bfloat16() for name, tensor in tensors.items()}
         return self._forms[x.device.type](tensors, x)
