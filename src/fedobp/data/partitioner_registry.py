@@ -83,7 +83,7 @@ def _made(given: Any, name: str) -> type[Partitioner]:
         return own
     options = options_of("partition", name, given)
 
-    class Function(Partitioner, options):  # type: ignore[misc, valid-type]
+    class Function(options, Partitioner):  # type: ignore[misc, valid-type]
         """A function of the user."""
 
         function: ClassVar[Any] = staticmethod(given)
@@ -93,7 +93,6 @@ def _made(given: Any, name: str) -> type[Partitioner]:
             found: list[Indices] = given(task, **{spec.name: getattr(self, spec.name) for spec in fields(self)})
             return found
 
-    Function.name = name
     return Function
 
 
