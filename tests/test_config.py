@@ -1,11 +1,16 @@
 """What `Config` itself checks, without a dataset: types, bounds, choices; and its TOML."""
 
+import json
 import os
 import tomllib
+from copy import deepcopy
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from fedobp import Config, FedobpError
 from fedobp.config import read_config, settings
@@ -171,3 +176,68 @@ def test_what_is_no_configuration_file_is_refused_without_reading_it(tmp_path, m
 
 def test_every_setting_has_a_help_text():
     assert all(spec.metadata["help"] for spec in settings())
+
+
+def test_numbers_paths_and_devices_of_other_libraries(tmp_path):
+    config = Config(
+        clients=np.int64(7), alpha=np.float64(0.5), lr=np.float32(0.5), seed=np.uint8(3), rounds=np.int32(4),
+        data_dir=tmp_path, device=torch.device("cpu"), options={"q": np.float64(0.99), "n": np.int16(3)},
+    )  # fmt: skip
+    assert config == Config(
+        clients=7, alpha=0.5, lr=0.5, seed=3, rounds=4, data_dir=str(tmp_path), device="cpu",
+        options={"q": 0.99, "n": 3},
+    )  # fmt: skip
+    assert [type(getattr(config, name)) for name in ("clients", "alpha", "lr", "data_dir", "device")] == [
+        int, float, float, str, str,
+    ]  # fmt: skip
+    assert [type(value) for value in config.options.values()] == [float, int]
+    assert tomllib.loads(config.to_toml())["clients"] == 7
+    for wrong in ({"clients": np.float64(7)}, {"clients": np.bool_(True)}, {"alpha": True}, {"model": tmp_path}):
+        with pytest.raises(FedobpError):
+            Config(**wrong)
+
+
+def test_a_card_is_chosen_outside():
+    assert Config(device=torch.device("cuda")).device == "cuda"
+    assert Config(device=torch.device("cuda:0")).device == "cuda"
+    with pytest.raises(FedobpError, match="CUDA_VISIBLE_DEVICES=1"):
+        Config(device=torch.device("cuda:1"))
+    with pytest.raises(FedobpError, match="unknown value of --device 'mps'"):
+        Config(device=torch.device("mps"))
+
+
+def test_options_cannot_be_changed():
+    given = {"q": 0.9}
+    config = Config(options=given)
+    given["q"] = 0.1
+    assert config.options == {"q": 0.9}
+    for change in (
+        lambda options: options.__setitem__("q", 1),
+        lambda options: options.update(q=1),
+        lambda options: options.pop("q"),
+        lambda options: options.clear(),
+        lambda options: options.setdefault("p", 1),
+        lambda options: options.__delitem__("q"),
+        lambda options: options.__ior__({"q": 1}),
+        lambda options: options.popitem(),
+    ):
+        with pytest.raises(TypeError, match="cannot be changed"):
+            change(config.options)
+    assert config.options == {"q": 0.9}
+    with pytest.raises(FedobpError, match="must be a mapping"):
+        Config(options=[("q", 1)])
+
+
+def test_a_config_hashes_copies_and_compares():
+    one, same, other = (Config(options={"q": q}, model_options={"depth": 2}) for q in (0.9, 0.9, 0.8))
+    assert hash(one) == hash(same)
+    assert {one, same, other} == {one, other}
+    assert deepcopy(one) == one
+    assert deepcopy(one).options is not None
+    assert replace(one, options={**one.options, "ema": 0.5}).options == {"q": 0.9, "ema": 0.5}
+    assert json.loads(json.dumps(one.options)) == {"q": 0.9}
+
+
+def test_a_repr_has_what_differs_from_the_defaults():
+    assert repr(Config()) == "Config()"
+    assert repr(Config(clients=7, options={"q": 0.9})) == "Config(options={'q': 0.9}, clients=7)"

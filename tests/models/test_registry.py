@@ -1,0 +1,166 @@
+"""Networks of one's own: functions, references, entry points; their options, and what is recorded."""
+
+import sys
+import tomllib
+from collections import OrderedDict
+from math import prod
+
+import pytest
+import torch
+from torch import nn
+
+from fedobp import Config, Federation, FedobpError, sweep
+from fedobp.models import Model, network, network_names, network_options
+
+CODE = """
+from collections import OrderedDict
+from math import prod
+
+from torch import nn
+
+def wide(shape, classes, *, width: int = 8):
+    layers = OrderedDict(flatten=nn.Flatten(), fc=nn.Linear(prod(shape), width), relu=nn.ReLU())
+    return nn.Sequential(OrderedDict(**layers, classifier=nn.Linear(width, classes)))
+
+def broken(shape, classes):
+    return nn.Sequential(OrderedDict(classifier=nn.Linear(prod(shape), 1 // 0)))
+
+def needs_more(shape, classes, *, depth):
+    return None
+
+a_module = nn.Linear(2, 2)
+"""
+FAST = {"clients": 5, "rounds": 2, "epochs": 1, "participation": 1.0}
+
+
+def wide(shape, classes, *, width: int = 8):
+    layers = OrderedDict(flatten=nn.Flatten(), fc=nn.Linear(prod(shape), width), relu=nn.ReLU())
+    return nn.Sequential(OrderedDict(**layers, classifier=nn.Linear(width, classes)))
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "mynets.py").write_text(CODE)
+    about = tmp_path / "mynets-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mynets\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[fedobp.models]\nwide = mynets:wide\nmodule = mynets:a_module\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mynets", raising=False)
+
+
+def test_a_function_a_reference_and_an_entry_point_are_one_network(module):
+    made = [Model(given, (3, 4), 2, {"width": 5}) for given in (wide, "mynets:wide", "wide")]
+    assert [model.layout.size for model in made] == [5 * 12 + 5 + 2 * 5 + 2] * 3
+    assert torch.equal(made[0].initial(7), made[1].initial(7))
+    assert [model.name for model in made] == [f"{__name__}:wide", "mynets:wide", "wide"]
+    assert "wide" in network_names()
+
+
+def test_a_function_is_trained_like_any_network(module):
+    results = [Federation(Config(model=given, **FAST)).run("fedper") for given in (wide, "mynets:wide")]
+    assert results[0].history == results[1].history
+    assert results[0].notes == ()  # this module can be imported
+
+
+def test_options_reach_the_function_and_the_file(module, tmp_path, command):
+    flags = [f"--{name}={value}" for name, value in FAST.items()]
+    command("run", "--model", "mynets:wide", "--model-set", "width=6", *flags, "--out", tmp_path / "run")
+    written = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
+    assert (written["model"], written["model_options"]) == ("mynets:wide", {"width": 6})
+    command("run", "--config", tmp_path / "run" / "config.toml", "--out", tmp_path / "again")
+    for file in ("metrics.jsonl", "models/global.safetensors"):
+        assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "again" / file).read_bytes()
+    flags += ["--model", "mynets:wide", "--model-set", "width=6", "--methods", "fedavg,fedper"]
+    command("compare", *flags, "--out", tmp_path / "both")
+    command("compare", "--config", tmp_path / "both" / "compare.toml", "--out", tmp_path / "both-again")
+    one, other = (tmp_path / name / "fedper-seed42" / "metrics.jsonl" for name in ("both", "both-again"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_other_options_of_the_file_go_with_another_model(module, tmp_path, command):
+    flags = [f"--{name}={value}" for name, value in FAST.items()]
+    command("run", "--model", "mynets:wide", "--model-set", "width=6", *flags, "--out", tmp_path / "run")
+    command("run", "--config", tmp_path / "run" / "config.toml", "--model", "mlp", "--out", tmp_path / "other")
+    assert "model_options" not in tomllib.loads((tmp_path / "other" / "config.toml").read_text())
+
+
+def test_two_functions_of_one_name_do_not_share_a_launch():
+    configs = [
+        Config(model=lambda shape, classes, width=width: wide(shape, classes, width=width), **FAST) for width in (4, 9)
+    ]
+    results = sweep(configs)
+    assert [len(result.launch) for result in results] == [1, 1]
+    assert [len(result.state_dict()["fc.bias"]) for result in results] == [4, 9]
+    assert all("cannot be imported" in result.notes[0] for result in results)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("mynets:missing", "cannot be loaded: AttributeError"),
+        ("nowhere:at_all", "cannot be loaded: ModuleNotFoundError"),
+        ("mynets:a_module", "is a module: give a function"),
+        ("module", "is a module: give a function"),
+        ("mynets:needs_more", "needs 'depth', which no run passes"),
+        ("wild", "did you mean 'wide'"),
+        ("my nets:wide", "write package.module:function"),
+        (nn.Linear(2, 2), "is a module: give a function"),
+        (7, "must be a text"),
+        (lambda shape, classes: "no module", "returns no torch module, but a str"),
+        (lambda shape, classes: nn.Sequential(OrderedDict(classifier=nn.Linear(64, 10))), "does not take inputs"),
+        (
+            lambda shape, classes: nn.Sequential(OrderedDict(flatten=nn.Flatten(), classifier=nn.Linear(64, 3))),
+            r"returns \(2, 3\) for two inputs, and not logits of shape \(2, 10\)",
+        ),
+    ],
+)
+def test_what_is_no_network_is_refused(given, message, module):
+    with pytest.raises(FedobpError, match=message):
+        Federation(Config(model=given))
+
+
+def test_an_exception_names_the_network_and_the_line(module):
+    with pytest.raises(FedobpError, match=r"ZeroDivisionError.*model 'mynets:broken'.*mynets.py:12"):
+        Federation(Config(model="mynets:broken"))
+
+
+def test_options_are_checked():
+    assert [spec.name for spec in network_options(wide).options()] == ["width"]
+    with pytest.raises(FedobpError, match="did you mean 'width'"):
+        Federation(Config(model=wide, model_options={"with": 3}))
+    with pytest.raises(FedobpError, match="must be a whole number"):
+        Federation(Config(model=wide, model_options={"width": "three"}))
+    with pytest.raises(FedobpError, match="model 'mlp' has no options"):
+        Federation(Config(model="mlp", model_options={"width": 3}))
+
+
+def test_a_network_of_another_name_is_not_shadowed():
+    assert network("mlp") is network(network("mlp"))
+
+
+def untyped(shape, classes):
+    """Branches on a value: it cannot be run for many clients at once."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.classifier = nn.Linear(prod(shape), classes)
+
+        def forward(self, x):
+            x = x.flatten(1)
+            return self.classifier(x if x.mean() > 0 else -x)
+
+    return Branches()
+
+
+def test_a_network_that_cannot_be_vectorised_trains_serially_and_says_so_once():
+    with pytest.warns(UserWarning, match="cannot be run for many clients at once") as warned:
+        federation = Federation(Config(model=untyped, **FAST))
+        Federation(Config(model=untyped, **{**FAST, "rounds": 3}))
+    assert len(warned) == 1
+    assert federation.config.engine == "serial"
+    asked = Federation(Config(model=untyped, engine="serial", **FAST)).run("fedavg")
+    assert federation.run("fedavg").history == asked.history
+    with pytest.raises(FedobpError, match="use --engine serial"):
+        Federation(Config(model=untyped, engine="lanes", **FAST)).run("fedavg")
