@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from fedobp.errors import FedobpError, short, unknown
-from fedobp.options import LARGEST, Option, Precision, broken_bound
+from fedobp.options import LARGEST, MetricName, Option, Precision, broken_bound
 
 _LONGEST = 2**20  # bytes of a configuration file
 # Settings that are tables of options, and those that a partition is made with.
@@ -108,6 +108,9 @@ class Config:
     finetune_epochs: int = _evaluation(
         0, "Also report every client's model after this many more local epochs", low=0, high=1_000
     )
+    metrics: str | None = _evaluation(
+        None, f"Also report these, separated by commas: {', '.join(get_args(MetricName))} (default: none)"
+    )
     engine: EngineName = _machine("auto", "How clients are run: all at once (lanes, auto's choice), or one by one")
     device: DeviceName = _machine("auto", "Where to compute; auto takes CUDA where there is one")
     precision: Precision = _machine(
@@ -133,6 +136,11 @@ class Config:
     def trainers(self) -> int:
         """Clients that train: all but those that are held out."""
         return self.clients - self.holdout_clients
+
+    @property
+    def metric_names(self) -> tuple[MetricName, ...]:
+        """The metrics beyond accuracy that are reported."""
+        return tuple(name for name in get_args(MetricName) if name in (self.metrics or "").split(","))
 
     @property
     def partition_settings(self) -> dict[str, Any]:
@@ -225,6 +233,10 @@ def side_by_side(launch: Sequence[Config]) -> str:
 
 def check_setting(spec: Field[Any], value: Any) -> Any:
     """Return a setting's value in its declared type, or say what it should be."""
+    if spec.name == "metrics" and isinstance(value, list | tuple | set | frozenset):
+        if not value:
+            return None
+        value = ",".join(map(str, value))
     choices = get_args(spec.type)
     if choices and isinstance(choices[0], str):
         if value not in choices:
@@ -246,7 +258,16 @@ def check_setting(spec: Field[Any], value: Any) -> Any:
         raise FedobpError(f"{flag(spec.name)} must be readable text, not '{short(value)}'")
     if not value.strip():
         raise FedobpError(f"{flag(spec.name)} must not be empty: give it a value, or leave it out")
-    return value
+    return _metrics_in_order(value) if spec.name == "metrics" else value
+
+
+def _metrics_in_order(text: str) -> str:
+    """Return names of metrics in their usual order, each once."""
+    names, known = [name.strip() for name in text.split(",")], get_args(MetricName)
+    for name in names:
+        if name not in known:
+            raise unknown("metric", name, known)
+    return ",".join(name for name in known if name in names)
 
 
 def toml_lines(values: Mapping[str, Any]) -> list[str]:
