@@ -12,7 +12,7 @@ from fedobp.errors import FedobpError
 from fedobp.evaluation.metrics import Accuracy, ClientCounts, merge
 from fedobp.evaluation.new_clients import NewClients, evaluate_new_clients
 from fedobp.evaluation.scoring import Metrics, metrics_to_json
-from fedobp.evaluation.tester import Tester
+from fedobp.evaluation.tester import ClientTester
 from fedobp.evaluation.view import ServerView
 from fedobp.method import Method, Train
 from fedobp.models import Layout, Model
@@ -119,7 +119,7 @@ class Evaluator:
         self._at_once = max(1, _CHUNK[data.x.device.type] // model.layout.size)
         all_clients = torch.arange(data.clients)
         self._trainers, self._held_out = all_clients[: data.trainers], all_clients[data.trainers :]
-        self._test = Tester(engine, data, metrics)
+        self._test = ClientTester(engine, data, metrics)
         self._validates = any(data.size(client, "val") for client in self._trainers.tolist())
         if not any(data.size(client, "test") for client in self._trainers.tolist()):
             raise FedobpError("no client has a sample to evaluate on: use fewer --clients or more data")

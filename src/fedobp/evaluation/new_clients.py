@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedobp.engine import ClientPool, Engine, PersonalModels, PoolJob, diverged
 from fedobp.evaluation.metrics import Accuracy, ClientCounts, merge
-from fedobp.evaluation.tester import Tester
+from fedobp.evaluation.tester import ClientTester
 from fedobp.evaluation.view import ServerView
 from fedobp.method import CohortUpdate, Method
 from fedobp.records import take
@@ -31,7 +31,7 @@ def evaluate_new_clients(
     method: Method,
     clients: ClientPool,
     engine: Engine,
-    test: Tester,
+    test: ClientTester,
     personalize: Callable[[PoolJob], PersonalModels],
     held_out: Iterable[Tensor],
     view: ServerView,

@@ -6,7 +6,7 @@ scores in one place. scikit-learn is imported here, where a metric needs it, and
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -93,15 +93,15 @@ def needs_logits(names: Sequence[MetricName]) -> bool:
 
 def metrics_to_json(columns: Mapping[str, Metrics], *, per_client: bool) -> dict[str, dict[MetricName, Any]]:
     """Return metrics by column as plain values; without `per_client` only numbers of all clients."""
-    shown: dict[str, dict[MetricName, Any]] = {
-        column: {
-            name: {key: value for key, value in asdict(metric).items() if per_client or key != "per_client"}
-            for name, metric in metrics.items()
-            if per_client or isinstance(metric, Metric)
-        }
-        for column, metrics in columns.items()
-    }
-    return {column: metrics for column, metrics in shown.items() if metrics}
+    found: dict[str, dict[MetricName, Any]] = {}
+    for column, metrics in columns.items():
+        for name, metric in metrics.items():
+            if per_client:
+                found.setdefault(column, {})[name] = {**vars(metric), "per_client": [*metric.per_client]}
+            elif isinstance(metric, Metric):
+                numbers = {"pooled": metric.pooled, "client_mean": metric.client_mean, "client_std": metric.client_std}
+                found.setdefault(column, {})[name] = numbers
+    return found
 
 
 def _spread(pooled: float | None, per_client: Sequence[float | None]) -> Metric:

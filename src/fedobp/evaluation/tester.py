@@ -19,7 +19,7 @@ _MOST_CLASSES = 1_000  # of a confusion matrix
 _MODELS = 3  # of a client, whose scores are held at once: served, last and fine-tuned
 
 
-class Tester:
+class ClientTester:
     """Counts what clients' models get right; with `metrics`, also the sums of other metrics."""
 
     def __init__(self, engine: Engine, data: FederatedData, metrics: Sequence[MetricName] = ()) -> None:
