@@ -40,7 +40,8 @@ def test_what_is_not_given_is_undecided():
     assert (config.engine, config.device, config.options, config.partition_options) == ("auto", "auto", {}, {})
     undecided = (
         "data_dir", "clients", "partition", "alpha", "partition_seed", "val_ratio", "holdout_clients",
-        "partition_file", "normalize", "model", "rounds", "participation", "eval_every", "precision",
+        "partition_file", "normalize", "model", "rounds", "participation", "eval_every", "metrics",
+        "precision",
     )  # fmt: skip
     assert [spec.name for spec in settings() if getattr(config, spec.name) is None] == list(undecided)
 
@@ -104,6 +105,13 @@ def test_the_cosine_schedule_starts_at_lr_and_halves_midway():
         ({"data_dir": ""}, "--data-dir must not be empty"),
         ({"method": " "}, "--method must not be empty"),
         ({"partition_file": ""}, "--partition-file must not be empty"),
+        ({"metrics": "loss,f2"}, "unknown metric 'f2': did you mean 'f1'? choose from loss, f1, auc, ece, confusion"),
+        ({"metrics": ["auc", "los"]}, "unknown metric 'los': did you mean 'loss'?"),
+        ({"metrics": "loss,,f1"}, "unknown metric ''"),
+        ({"metrics": ["loss", 3]}, "unknown metric '3'"),
+        ({"metrics": ["a\nb"]}, "--metrics must be readable text"),
+        ({"metrics": " "}, "--metrics must not be empty"),
+        ({"metrics": 3}, "--metrics must be a text, not '3'"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(wrong, sentence):
@@ -111,6 +119,16 @@ def test_what_is_wrong_is_said_in_one_sentence(wrong, sentence):
         Config(**wrong)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["ece, loss,ece", ["ece", "loss"], ("ece", "loss", "loss"), {"loss", "ece"}])
+def test_metrics_are_kept_in_one_order_each_once(given, tmp_path):
+    config = Config(metrics=given)
+    assert (config.metrics, config.metric_names) == ("loss,ece", ("loss", "ece"))
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    assert Config(**read_config(tmp_path / "config.toml")) == config
+    assert Config(metrics=[]) == Config()
+    assert Config().metric_names == ()
 
 
 @pytest.mark.essential

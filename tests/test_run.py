@@ -16,7 +16,7 @@ from fedobp.algorithms import METHODS
 from fedobp.algorithms.fedavg import FedAvg
 from fedobp.data import Shard
 from fedobp.engine import Budget, ClientPool, PoolJob, Serial
-from fedobp.evaluation import Accuracy, Personal, Report
+from fedobp.evaluation import Accuracy, Metric, Personal, Report
 from fedobp.method import CohortUpdate, RoundContext
 from fedobp.run import Run
 from fedobp.sampling import cohorts
@@ -239,6 +239,30 @@ def test_the_paper_protocol_reports_the_best_of_its_rounds():
     result = federation.run("fedavg")
     assert result.protocol.rounds == (100, 200)
     assert result.accuracy.pooled == max(point[1] for point in result.history)
+
+
+def test_metrics_are_of_the_round_whose_accuracy_is_reported(tmp_path):
+    """Under the paper's protocol round 100 has the best served models here, and round 200 the best last ones."""
+
+    def evaluate(view, *, everything, keep=None):
+        round = view.context(torch.tensor([0])).round
+        metrics = {"loss": Metric(float(round), 1.0, 0.0, (1.0, None))}
+        served, last = (Accuracy(pooled, 1.0, 2.0, 3.0, 4.0, 5.0, metrics) for pooled in (-round, round))
+        return Report(round, served, None, last, None, Personal(0.0, 0, 0, 0.0), {}, 0.0)
+
+    config = resolved(**{**TINY, "rounds": 200, "protocol": "paper", "metrics": "loss", "method": "fedavg"})
+    run = server_side(config, evaluate=evaluate, out=tmp_path / "run")
+    for number in (100, 200):
+        round = run.round(run.plan(number))
+        download, ones = next(round).download, torch.ones(3)
+        with pytest.raises(StopIteration):
+            round.send(CohortUpdate({"theta": download["theta"]}, ones.long(), 3, ones, ones.bool()))
+    result = run.result()
+    assert {column: found["loss"].pooled for column, found in result.metrics.items()} == {"served": 100, "last": 200}
+    assert result.to_json()["metrics"]["served"]["loss"]["per_client"] == [1.0, None]
+    assert [line["metrics"]["served"] for line in metrics(tmp_path / "run")] == [
+        {"loss": {"pooled": number, "client_mean": 1.0, "client_std": 0.0}} for number in (100, 200)
+    ]
 
 
 def test_momentum_weight_decay_and_schedule_change_the_result(tiny):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from fedobp.errors import FedobpError, short, unknown
-from fedobp.options import LARGEST, Option, Precision, broken_bound
+from fedobp.options import LARGEST, MetricName, Option, Precision, broken_bound
 from fedobp.plugins import label
 
 if TYPE_CHECKING:
@@ -144,6 +144,9 @@ class Config:
     finetune_epochs: int = _evaluation(
         0, "Also report every client's model after this many more local epochs", low=0, high=1_000
     )
+    metrics: str | None = _evaluation(
+        None, f"Also report these, separated by commas: {', '.join(get_args(MetricName))} (default: none)"
+    )
     engine: EngineName = _machine("auto", "How clients are run: all at once (lanes, auto's choice), or one by one")
     device: DeviceName = _machine("auto", "Where to compute; auto takes CUDA where there is one")
     precision: Precision = _machine(
@@ -178,6 +181,11 @@ class Config:
     def trainers(self) -> int:
         """Clients that train: all but those that are held out."""
         return self.clients - self.holdout_clients
+
+    @property
+    def metric_names(self) -> tuple[MetricName, ...]:
+        """The metrics beyond accuracy that are reported."""
+        return tuple(name for name in get_args(MetricName) if name in (self.metrics or "").split(","))
 
     @property
     def partition_settings(self) -> dict[str, Any]:
@@ -277,6 +285,10 @@ def check_setting(spec: Field[Any], value: Any) -> Any:
         return _registered(value) if spec.name == "method" else value
     if spec.name == "device":
         value = _check_device(value)
+    if spec.name == "metrics" and isinstance(value, list | tuple | set | frozenset):
+        if not value:
+            return None
+        value = ",".join(map(str, value))
     choices = get_args(spec.type) if spec.type not in (int, float) and not spec.metadata["code"] else ()
     if choices and isinstance(choices[0], str):
         if value not in choices:
@@ -298,7 +310,16 @@ def check_setting(spec: Field[Any], value: Any) -> Any:
         raise FedobpError(f"{flag(spec.name)} must be readable text, not '{short(value)}'")
     if not value.strip():
         raise FedobpError(f"{flag(spec.name)} must not be empty: give it a value, or leave it out")
-    return value
+    return _metrics_in_order(value) if spec.name == "metrics" else value
+
+
+def _metrics_in_order(text: str) -> str:
+    """Return names of metrics in their usual order, each once."""
+    names, known = [name.strip() for name in text.split(",")], get_args(MetricName)
+    for name in names:
+        if name not in known:
+            raise unknown("metric", name, known)
+    return ",".join(name for name in known if name in names)
 
 
 def _registered(method: Any) -> str:

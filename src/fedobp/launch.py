@@ -164,7 +164,7 @@ def simulate(
     initial = method.init(model, theta, config.seed)
     keeps = method.keeps_last_model
     clients = ClientPool(data, initial.state, theta, config.seed, budget, keeps_last_model=keeps)
-    evaluator = Evaluator(method, model, clients, engine, config.finetune_epochs)
+    evaluator = Evaluator(method, model, clients, engine, config.finetune_epochs, config.metric_names)
     run = Run(
         config,
         method,

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fedobp.config import Config
-from fedobp.evaluation import Accuracy, NewClients, Personal, Protocol
+from fedobp.evaluation import Accuracy, Metrics, NewClients, Personal, Protocol, metrics_of, metrics_to_json
 from fedobp.storage import ClientModels
 
 
@@ -51,6 +51,15 @@ class Result:
     launch: tuple[Config, ...] = ()  # all runs that trained side by side, in order, this one among them
     notes: tuple[str, ...] = ()  # what the run's folder does not hold, such as data in memory
 
+    @property
+    def metrics(self) -> dict[str, Metrics]:
+        """The metrics that `Config.metrics` asks for, of the same predictions as the accuracies.
+
+        By column (served, last, finetuned, validation, new_clients_served, ...) and by name.
+        """
+        columns = {"served": self.accuracy, "last": self.last, "finetuned": self.finetuned}
+        return metrics_of({**columns, "validation": self.validation}, self.new_clients)
+
     def state_dict(self, client: int | None = None) -> dict[str, Tensor]:
         """Return a client's final model, or the global one, as an ordinary state dict."""
         return self.models.state_dict(client)
@@ -60,13 +69,15 @@ class Result:
         config = self.config
         head = {"method": config.method, "dataset": config.dataset, "seed": config.seed, "rounds": config.rounds}
         columns = {
-            name: asdict(column) if (column := getattr(self, name)) else None
+            name: column.to_json() if (column := getattr(self, name)) else None
             for name in ("accuracy", "last", "finetuned")
         }
         if self.validation:
-            columns["validation"] = asdict(self.validation)
+            columns["validation"] = self.validation.to_json()
         if self.new_clients:
-            columns["new_clients"] = asdict(self.new_clients)
+            columns["new_clients"] = self.new_clients.to_json()
+        if self.metrics:
+            columns["metrics"] = metrics_to_json(self.metrics, per_client=True)
         return {
             **head,
             "protocol": self.protocol.to_json(),

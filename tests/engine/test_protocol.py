@@ -132,10 +132,12 @@ def test_predictions_in_bfloat16_are_nearly_those_in_float32(engine):
     first = model.initial(3)
     thetas = torch.stack([first * (-1) ** client * (1 + client) for client in range(CLIENTS)])
     job = make_job(Plan(), ClientPool(federated(dtype=torch.float32), {}, first, 5, Budget()), first)
-    exact, rough = (
-        torch.cat(engine(model, BATCH, precision).predict(job, thetas, "train")) for precision in ("fp32", "bf16")
-    )
+    engines = [engine(model, BATCH, precision) for precision in ("fp32", "bf16")]
+    exact, rough = (torch.cat(one.predict(job, thetas, "train")) for one in engines)
     assert (exact == rough).double().mean() > 0.9
+    exact, rough = (torch.cat(one.logits(job, thetas, "train")) for one in engines)
+    assert exact.dtype == rough.dtype == torch.float32
+    assert 0 < (exact - rough).abs().max() < 0.05 * exact.abs().max()
 
 
 # Whole runs.

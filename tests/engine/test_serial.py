@@ -357,12 +357,15 @@ def test_the_pool_keeps_the_last_local_models():
 def test_predictions_are_each_models_own_and_empty_where_there_is_nothing_to_test(monkeypatch, at_once):
     monkeypatch.setattr(serial_module, "_TEST_BATCH", at_once)
     thetas = torch.stack([THETA, -THETA, THETA.flip(0)])
-    found = SerialRun().predict(context(3, 0, 1), thetas, "test")
-    assert found[0].shape == (0,)
+    one, ctx = SerialRun(), context(3, 0, 1)
+    found, logits = one.predict(ctx, thetas, "test"), one.engine.logits(one.job(ctx), thetas, "test")
+    assert (found[0].shape, logits[0].shape) == ((0,), (0, MODEL.classes))
     assert found[0].dtype == torch.int64
-    for labels, client, theta in zip(found[1:], (0, 1), thetas[1:], strict=True):
+    for labels, scores, client, theta in zip(found[1:], logits[1:], (0, 1), thetas[1:], strict=True):
         with torch.no_grad():
-            assert torch.equal(labels, MODEL.module(theta)(DATA.inputs(client, "test")).argmax(dim=1))
+            expected = MODEL.module(theta)(DATA.inputs(client, "test"))
+        assert torch.equal(labels, expected.argmax(dim=1))
+        close(scores, expected)
 
 
 @pytest.mark.parametrize("split", ["train", "val", "test"])
@@ -385,6 +388,8 @@ def test_a_job_may_have_its_own_prediction_function():
     found = one.engine.predict(job, models.theta, "test", models.scratch)
     for client, labels in zip((0, 1), found, strict=True):
         assert labels.equal(MODEL.logits(THETA, DATA.inputs(client, "test")).argmin(dim=1))
+    [_, logits] = one.engine.logits(job, models.theta, "test", models.scratch)
+    close(logits, -MODEL.logits(THETA, DATA.inputs(1, "test")))
     plain = one.engine.predict(job, models.theta, "test")
     assert not torch.equal(torch.cat(plain), torch.cat(found))
 

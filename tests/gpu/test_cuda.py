@@ -152,15 +152,17 @@ def test_only_the_lane_that_diverges_is_not_finite(phases):
 @pytest.mark.parametrize("split", ["train", "val", "test"])
 @pytest.mark.parametrize("name", ["mlp", "cnn-small", "residual"])
 def test_personal_models_and_predictions_are_the_oracles(name, split):
-    model, models, labels = make_model(name), [], []
+    model, models, labels, logits = make_model(name), [], [], []
     for engine, device in ((Lanes(model, BATCH), DEVICE), (Serial(model, BATCH), "cpu")):
         theta = model.initial(3).to(device, torch.float64)
         job = make_job(Plan(hparams=FAST), make_pool(model, device), theta)
         found = engine.personalize(job)
         models.append({"theta": found.theta, "mine": found.mine, "processed": torch.tensor(found.processed)})
         labels.append(engine.predict(job, found.theta, split))
+        logits.append(engine.logits(job, found.theta, split))
     agree(models[:1], models[1:])
     assert [one.tolist() for one in labels[0]] == [one.tolist() for one in labels[1]]
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-9)
 
 
 # Whole runs.

@@ -18,7 +18,7 @@ WIDTHS = [20, 40, 60, 80, 200]
 
 @pytest.fixture(scope="module")
 def results():
-    tiny = {"clients": 5, "rounds": 1, "epochs": 1, "model": "mlp", "holdout_clients": 1}
+    tiny = {"clients": 5, "rounds": 1, "epochs": 1, "model": "mlp", "holdout_clients": 1, "metrics": "loss,confusion"}
     names = ("fedavg-last", "local")
     return fedobp.sweep([fedobp.Config(**tiny, method=name, seed=seed) for seed in (1, 2) for name in names])
 
@@ -30,6 +30,7 @@ def test_names_and_accuracies_are_never_cut(columns, results):
         value = rf"{row['pooled']['mean']:.2f} ±\s+{row['pooled']['std']:.2f}"
         assert re.search(rf"^ ?{row['method']}\s+(pooled: )?{value}", shown, re.MULTILINE)
     assert ("seconds.\n" in shown) == (columns in (40, 60, 80))  # too narrow for a column, which is named below
+    assert (" loss" in shown) == (columns != 20)
     for name, accuracy in (("as served", results[0].accuracy), ("own last local model", results[0].last)):
         value = f"{accuracy.pooled:.2f}"
         line = rf"^ ?{name}\s+(pooled: )?{value}"

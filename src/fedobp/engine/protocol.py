@@ -93,3 +93,10 @@ class Engine(Protocol):
 
         With `scratch`, as returned by `personalize`, the job's `predict` computes the logits.
         """
+
+    def logits(self, job: "PoolJob", theta: Tensor, split: Split, scratch: Tensors | None = None) -> list[Tensor]:
+        """Return the logits of each client's samples, on the CPU, in the type of theta.
+
+        They are [samples, classes], or [samples, positions, classes] where every position has a label. The labels of
+        `predict` may come from other kernels: where two logits are almost equal, they need not be the largest here.
+        """

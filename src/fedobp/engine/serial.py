@@ -4,7 +4,7 @@ It is slow and simple, and the oracle of the lanes engine.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -82,6 +82,21 @@ class Serial:
 
     def predict(self, job: PoolJob, theta: Tensor, split: Split, scratch: Tensors | None = None) -> list[Tensor]:
         """Return the labels that each client's model predicts for its samples, on the CPU."""
+        return self._test(job, theta, split, scratch, lambda logits: logits.argmax(dim=-1))
+
+    def logits(self, job: PoolJob, theta: Tensor, split: Split, scratch: Tensors | None = None) -> list[Tensor]:
+        """Return the logits of each client's samples, on the CPU."""
+        return self._test(job, theta, split, scratch, lambda logits: logits.to(theta.dtype))
+
+    def _test(
+        self,
+        job: PoolJob,
+        theta: Tensor,
+        split: Split,
+        scratch: Tensors | None,
+        result_of: Callable[[Tensor], Tensor],
+    ) -> list[Tensor]:
+        """Return what a function makes of the logits of each client's samples."""
         found = []
         module = self._module(theta).eval()
         with torch.no_grad(), deterministic(self._precision, self._threads), autocast(self._precision, theta):
@@ -89,7 +104,7 @@ class Serial:
                 self._model.load(module, vector)
                 logits = partial(job.predict, self._model, take(scratch, at)) if job.predict and scratch else module
                 parts = job.clients.data.inputs(client, split).split(_TEST_BATCH)
-                found.append(torch.cat([logits(part).argmax(dim=-1) for part in parts]).cpu())
+                found.append(torch.cat([result_of(logits(part)) for part in parts]).cpu())
         return found
 
     def _run(self, job: PoolJob, client: int, position: int, purpose: Purpose) -> tuple[Client, Tensor]:

@@ -9,11 +9,14 @@ from torch import Tensor
 from fedobp.data import Split
 from fedobp.engine import ClientPool, Engine, PersonalModels, PoolJob, diverged
 from fedobp.errors import FedobpError
-from fedobp.evaluation.metrics import Accuracy, ClientCounts, count, merge
+from fedobp.evaluation.metrics import Accuracy, ClientCounts, merge
 from fedobp.evaluation.new_clients import NewClients, evaluate_new_clients
+from fedobp.evaluation.scoring import Metrics, metrics_to_json
+from fedobp.evaluation.tester import ClientTester
 from fedobp.evaluation.view import ServerView
 from fedobp.method import Method, Train
 from fedobp.models import Layout, Model
+from fedobp.options import MetricName
 from fedobp.records import Tensors
 
 Keep = Callable[[int, Tensor, Tensor], None]  # gets a client, its served model, and which entries are its own
@@ -46,18 +49,23 @@ class Report:
     new_clients: NewClients | None = None
 
     def to_json(self) -> dict[str, object]:
-        """Return the report as plain values."""
+        """Return the report as plain values; of metrics, those of all clients."""
+        columns = {"validation": self.validation, "last": self.last, "finetuned": self.finetuned}
+        metrics = metrics_to_json(metrics_of({"served": self.served, **columns}, self.new_clients), per_client=False)
         return {
-            "accuracy": asdict(self.served),
-            **{
-                name: asdict(column)
-                for name in ("validation", "last", "finetuned")
-                if (column := getattr(self, name)) is not None
-            },
-            **({"new_clients": asdict(self.new_clients)} if self.new_clients else {}),
+            "accuracy": self.served.to_json(),
+            **{name: column.to_json() for name, column in columns.items() if column},
+            **({"new_clients": self.new_clients.to_json()} if self.new_clients else {}),
+            **({"metrics": metrics} if metrics else {}),
             "personal": asdict(self.personal),
             "personal_by_tensor": self.personal_by_tensor,
         }
+
+
+def metrics_of(columns: Mapping[str, Accuracy | None], new_clients: NewClients | None) -> dict[str, Metrics]:
+    """Return the metrics beyond accuracy of all columns that have some."""
+    new = {f"new_clients_{name}": column for name, column in vars(new_clients).items()} if new_clients else {}
+    return {name: column.metrics for name, column in {**columns, **new}.items() if column and column.metrics}
 
 
 @dataclass(frozen=True)
@@ -97,19 +105,23 @@ def report(round: int, counts: Counts, layout: Layout, new_clients: NewClients |
 class Evaluator:
     """Tests the clients of a pool: those that train together, and those that are held out as new clients."""
 
-    def __init__(self, method: Method, model: Model, clients: ClientPool, engine: Engine, finetune_epochs: int) -> None:
+    def __init__(
+        self,
+        method: Method,
+        model: Model,
+        clients: ClientPool,
+        engine: Engine,
+        finetune_epochs: int,
+        metrics: Sequence[MetricName] = (),
+    ) -> None:
         self._method, self._model, self._clients, self._engine = method, model, clients, engine
         self._finetune_epochs, data = finetune_epochs, clients.data
         self._at_once = max(1, _CHUNK[data.x.device.type] // model.layout.size)
         all_clients = torch.arange(data.clients)
         self._trainers, self._held_out = all_clients[: data.trainers], all_clients[data.trainers :]
-        self._label_counts = data.label_counts.cpu()
-        self._targets: dict[Split, list[Tensor]] = {
-            split: [data.targets(client, split).cpu() for client in self._trainers.tolist()]
-            for split in ("val", "test")
-        }
-        self._validates = any(map(len, self._targets["val"]))
-        if not any(map(len, self._targets["test"])):
+        self._test = ClientTester(engine, data, metrics)
+        self._validates = any(data.size(client, "val") for client in self._trainers.tolist())
+        if not any(data.size(client, "test") for client in self._trainers.tolist()):
             raise FedobpError("no client has a sample to evaluate on: use fewer --clients or more data")
         held_out = [data.size(client, "test") for client in self._held_out.tolist()]
         if held_out and not any(held_out):
@@ -126,21 +138,17 @@ class Evaluator:
         if everything and len(self._held_out):
             held_out = self._held_out.split(self._at_once)
             new_clients = evaluate_new_clients(
-                self._method, self._clients, self._engine, self._personalize, held_out, view
+                self._method, self._clients, self._engine, self._test, self._personalize, held_out, view
             )
         return report(view.context(chunks[0]).round, sum(more, first), self._model.layout, new_clients)
 
     def counts(self, view: ServerView, cohort: Tensor, everything: bool, keep: Keep | None = None) -> Counts:
         """Return what an evaluation counts on some clients."""
-        method, engine, ctx, ids = self._method, self._engine, view.context(cohort), cohort.tolist()
+        method, ctx, ids = self._method, view.context(cohort), cohort.tolist()
         found: dict[str, list[ClientCounts]] = {"served": [], "validation": [], "last": [], "finetuned": []}
 
         def add(name: str, theta: Tensor, scratch: Tensors | None = None, split: Split = "test") -> None:
-            labels = engine.predict(job, theta, split, scratch)
-            found[name] = [
-                count(predicted, self._targets[split][client], self._label_counts[client])
-                for client, predicted in zip(ids, labels, strict=True)
-            ]
+            found[name] = self._test(job, theta, split, scratch)
 
         download, _ = method.download(ctx, view.server, view.records.gather(ids))
         job = PoolJob(ctx, method.personalize(ctx), view.hparams, download, method.predict, clients=self._clients)

@@ -1,11 +1,17 @@
-"""Accuracies: counted client by client, where the client's data is, and merged where the result is wanted."""
+"""Accuracies: counted client by client, where the client's data is, and merged where the result is wanted.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+Other metrics of the same predictions (`scoring.py`) are counted and merged along with them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fedobp.evaluation.scoring import Answers, Metrics, merge_scores, score
+from fedobp.options import MetricName
 
 
 @dataclass(frozen=True)
@@ -18,24 +24,42 @@ class Accuracy:
     worst_decile: float  # mean of the lowest tenth of clients, at least one
     balanced: float  # mean recall over the classes that occur, pooled
     majority_class: float  # always answering the client's most frequent training label, pooled
+    metrics: Metrics = field(default_factory=dict, hash=False)  # others that were asked for, of the same predictions
+
+    def to_json(self) -> dict[str, float]:
+        """Return the accuracies as plain values, without the other metrics."""
+        return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "metrics"}
 
 
 class ClientCounts(NamedTuple):
-    """What one client's predictions come to, as whole numbers: a node sends these, and no sample."""
+    """What one client's predictions come to: a node sends these numbers, and no sample."""
 
     correct: Tensor  # [classes]: test samples of each label that were predicted right
     tested: Tensor  # [classes]: test samples of each label
     majority: int  # test samples with the client's most frequent training label
+    metrics: Mapping[MetricName, Any] = {}  # sums that other metrics come from
 
 
-def count(predicted: Tensor, targets: Tensor, label_counts: Tensor) -> ClientCounts:
-    """Compare one client's predictions with its targets; `label_counts` are its labels' frequencies in training."""
+def count(
+    predicted: Tensor,
+    targets: Tensor,
+    label_counts: Tensor,
+    metrics: Sequence[MetricName] = (),
+    logits: Tensor | None = None,
+) -> ClientCounts:
+    """Compare one client's predictions with its targets; `label_counts` are its labels' frequencies in training.
+
+    Labels are one a sample, or one for each position of a sample. `logits` have one more axis; they are for metrics
+    that need more than labels.
+    """
     predicted, targets, label_counts = predicted.cpu().flatten(), targets.cpu().flatten(), label_counts.cpu()
     classes = len(label_counts)
     # Ties for the most frequent label go to the lowest one (argmax's own choice is not defined).
     majority = int((label_counts == label_counts.max()).nonzero()[0])
     correct = targets[predicted == targets].bincount(minlength=classes)
-    return ClientCounts(correct, targets.bincount(minlength=classes), int((targets == majority).sum()))
+    rows = None if logits is None else logits.cpu().flatten(end_dim=-2)
+    scores = score(metrics, Answers(predicted, targets, classes, rows)) if metrics else {}
+    return ClientCounts(correct, targets.bincount(minlength=classes), int((targets == majority).sum()), scores)
 
 
 def merge(counts: Sequence[ClientCounts]) -> Accuracy:
@@ -48,6 +72,7 @@ def merge(counts: Sequence[ClientCounts]) -> Accuracy:
     recalls = (correct.sum(dim=0) / by_class)[by_class > 0]
     lowest = per_client.sort().values[: max(1, len(tested) // 10)]
     majority = torch.tensor(sum(one.majority for one in tested)).double()
+    sizes = [int(one.tested.sum()) for one in counts] if counts[0].metrics else []
     return Accuracy(
         pooled=_percent(correct.sum() / samples.sum()),
         client_mean=_percent(per_client.mean()),
@@ -55,6 +80,7 @@ def merge(counts: Sequence[ClientCounts]) -> Accuracy:
         worst_decile=_percent(lowest.mean()),
         balanced=_percent(recalls.mean()),
         majority_class=_percent(majority / samples.sum()),
+        metrics=merge_scores([one.metrics for one in counts], sizes) if sizes else {},
     )
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from fedobp.engine import ClientPool, Engine, PersonalModels, PoolJob, diverged
-from fedobp.evaluation.metrics import Accuracy, accuracy
+from fedobp.evaluation.metrics import Accuracy, ClientCounts, merge
+from fedobp.evaluation.tester import ClientTester
 from fedobp.evaluation.view import ServerView
 from fedobp.method import CohortUpdate, Method
 from fedobp.records import take
@@ -21,11 +22,16 @@ class NewClients:
     visited: Accuracy  # served again, after one round whose upload no other client gets
     last: Accuracy  # with the model that they trained in that round
 
+    def to_json(self) -> dict[str, dict[str, float]]:
+        """Return the accuracies as plain values."""
+        return {name: column.to_json() for name, column in vars(self).items()}
+
 
 def evaluate_new_clients(
     method: Method,
     clients: ClientPool,
     engine: Engine,
+    test: ClientTester,
     personalize: Callable[[PoolJob], PersonalModels],
     held_out: Iterable[Tensor],
     view: ServerView,
@@ -34,19 +40,18 @@ def evaluate_new_clients(
 
     The server keeps its record of such a client, as after any round, and nothing else of the upload.
     """
-    data, server, hparams, tested = clients.data, view.server, view.hparams, list[int]()
-    found: dict[str, list[Tensor]] = {"served": [], "visited": [], "last": []}
+    server, hparams = view.server, view.hparams
+    found: dict[str, list[ClientCounts]] = {"served": [], "visited": [], "last": []}
 
-    def test(job: PoolJob) -> list[Tensor]:
+    def serve(job: PoolJob) -> list[ClientCounts]:
         served = personalize(job)
-        return engine.predict(job, served.theta, "test", served.scratch)
+        return test(job, served.theta, scratch=served.scratch)
 
     for chunk in held_out:
         ctx, start = view.context(chunk), view.records.gather(chunk.tolist())
-        tested += chunk.tolist()
         download, sent = method.download(ctx, server, start)
         job = PoolJob(ctx, method.personalize(ctx), hparams, download, method.predict, clients=clients.untouched_copy())
-        found["served"] += test(job)
+        found["served"] += serve(job)
         [update] = engine.train([replace(job, program=method.client_update(ctx))])
         if not update.finite.all():
             raise diverged(ctx, update.finite, hparams, method)
@@ -62,8 +67,6 @@ def evaluate_new_clients(
         ]
         after = {name: torch.cat([record[name] for record in alone]) for name in start}
         download, _ = method.download(ctx, server, after)
-        found["visited"] += test(replace(job, download=download))
-        found["last"] += engine.predict(job, job.clients.last_models(chunk, server["theta"]), "test")
-    targets = [data.targets(client, "test") for client in tested]
-    counts = [data.counts(client) for client in tested]
-    return NewClients(**{name: accuracy(labels, targets, counts) for name, labels in found.items()})
+        found["visited"] += serve(replace(job, download=download))
+        found["last"] += test(job, job.clients.last_models(chunk, server["theta"]))
+    return NewClients(**{name: merge(counts) for name, counts in found.items()})

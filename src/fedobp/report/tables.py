@@ -1,7 +1,7 @@
 """Tables of results, methods, datasets and benchmarks. Results come with the protocol that they were measured by."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -10,8 +10,16 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from fedobp.evaluation import Accuracy, Protocol
+from fedobp.evaluation import Accuracy, Confusion, Metric, Protocol
+from fedobp.options import MetricName
 from fedobp.result import Result
+
+# Heads of metrics that are numbers.
+_METRICS: dict[MetricName, str] = {
+    "loss": "loss", "f1": "macro F1", "auc": "AUC", "ece": "ECE", "perplexity": "perplexity",
+}  # fmt: skip
+_METRICS_NOTE = "Loss in nats; F1, AUC and ECE from 0 to 1; -: not defined."
+_MOST_CLASSES = 20  # of a confusion matrix that is printed
 
 
 class _Table:
@@ -90,7 +98,43 @@ def run_table(result: Result) -> RenderableType:
         f"{down} down, {up} up. {result.seconds:.1f} s."
     )
     lines = [_protocol_note(result.protocol), _majority_note([result]), *_new_clients_note([result]), cost]
-    return Group(table, *map(Text, lines))
+    return Group(table, *map(Text, lines), *_metric_tables(rows, _shared_metrics([result])))
+
+
+def _metric_tables(rows: Sequence[tuple[str, Accuracy | None]], names: Sequence[MetricName]) -> list[RenderableType]:
+    """Return the metrics that were asked for by model, and the confusion matrix of the first model."""
+    parts: list[RenderableType] = []
+    if names:
+        table = _Table("model", *(_METRICS[name] for name in names))
+        for model, column in rows:
+            if column:
+                metrics = [metric for name in names if isinstance(metric := column.metrics[name], Metric)]
+                cells = ((_format_number(metric.pooled), _format_number(metric.client_mean)) for metric in metrics)
+                table.add_row(model, *(f"{pooled} ({mean})" for pooled, mean in cells))
+        parts += [table, Text(f"Pooled, and in brackets the mean over clients. {_METRICS_NOTE}")]
+    model, first = rows[0]
+    if first and isinstance(confusion := first.metrics.get("confusion"), Confusion):
+        parts += _confusion_table(model, confusion)
+    return parts
+
+
+def _confusion_table(model: str, confusion: Confusion) -> list[RenderableType]:
+    classes = len(confusion.pooled)
+    if classes > _MOST_CLASSES:
+        return [Text(f"The confusion matrix of {classes:,} classes is too wide to show: see --json or result.json.")]
+    table = _Table("label", *map(str, range(classes)))
+    for label, counts in enumerate(confusion.pooled):
+        table.add_row(str(label), *(f"{count:,}" for count in counts))
+    return [table, Text(f"Confusion matrix, {model}, all clients: samples by true label (row) and predicted label.")]
+
+
+def _shared_metrics(results: Sequence[Result]) -> list[MetricName]:
+    """Return the metrics that all results have, but for the confusion matrix."""
+    return [name for name in _METRICS if all(name in result.accuracy.metrics for result in results)]
+
+
+def _format_number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}" if value < 1000 else f"{value:.3g}"
 
 
 def _new_clients_note(results: Sequence[Result]) -> list[str]:
@@ -112,6 +156,7 @@ def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
             "method": method,
             **{name: _mean_and_std([getattr(r.accuracy, name) for r in runs]) for name in ("pooled", "client_mean")},
             **{f"new_clients_{name}": _mean_and_std(values) for name, values in _new_client_accuracies(runs).items()},
+            **{name: _mean_and_std(_pooled(runs, name)) for name in _shared_metrics(runs)},
             "seeds": [run.config.seed for run in runs],
         }
         for method, runs in _by_method(results).items()
@@ -124,6 +169,12 @@ def _new_client_accuracies(runs: Sequence[Result]) -> dict[str, list[float]]:
     return {"served": [one.served.pooled for one in new], "visited": [one.visited.pooled for one in new]} if new else {}
 
 
+def _pooled(runs: Sequence[Result], name: MetricName) -> list[float]:
+    """Return a metric of the served models, of the runs in which it is defined."""
+    metrics = [run.accuracy.metrics[name] for run in runs]
+    return [metric.pooled for metric in metrics if isinstance(metric, Metric) and metric.pooled is not None]
+
+
 def _by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
     grouped: dict[str, list[Result]] = {}
     for result in results:
@@ -132,7 +183,8 @@ def _by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def _mean_and_std(values: Sequence[float]) -> dict[str, float | None]:
-    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else None}
+    mean = statistics.fmean(values) if values else None
+    return {"mean": mean, "std": statistics.stdev(values) if len(values) > 1 else None}
 
 
 def compare_table(results: Sequence[Result]) -> RenderableType:
@@ -140,12 +192,13 @@ def compare_table(results: Sequence[Result]) -> RenderableType:
     seeds = sorted({result.config.seed for result in results})
     accuracies = ["pooled", "client_mean", *(f"new_clients_{name}" for name in _new_client_accuracies(results))]
     heads = {"client_mean": "client mean", "new_clients_served": "new client", "new_clients_visited": "after one round"}
-    names = [heads.get(name, name) for name in accuracies]
-    table = _Table("method", *names, "personal", "down", "up", "seconds")
+    names, metrics = [heads.get(name, name) for name in accuracies], _shared_metrics(results)
+    table = _Table("method", *names, *(_METRICS[name] for name in metrics), "personal", "down", "up", "seconds")
     for row, runs in zip(summarise(results), _by_method(results).values(), strict=True):
         table.add_row(
             row["method"],
             *(_format_mean_and_std(row[name]) for name in accuracies),
+            *(_format_mean_and_std(row[name], _format_number) for name in metrics),
             f"{statistics.fmean(run.personal.mean for run in runs):,.0f}",
             _format_bytes(statistics.fmean(run.bytes.down_per_round for run in runs)),
             _format_bytes(statistics.fmean(run.bytes.up_per_round for run in runs)),
@@ -162,12 +215,15 @@ def compare_table(results: Sequence[Result]) -> RenderableType:
         shares,
         _majority_note(results),
         *_new_clients_note(results),
+        *([f"Metrics are pooled. {_METRICS_NOTE}"] if metrics else []),
     )
     return Group(table, *map(Text, lines))
 
 
-def _format_mean_and_std(spread: dict[str, float | None]) -> str:
-    return f"{spread['mean']:.2f}" + (f" ± {spread['std']:.2f}" if spread["std"] is not None else "")
+def _format_mean_and_std(
+    spread: dict[str, float | None], number: Callable[[float | None], str] = lambda value: f"{value:.2f}"
+) -> str:
+    return number(spread["mean"]) + (f" ± {number(spread['std'])}" if spread["std"] is not None else "")
 
 
 def bench_table(found: Mapping[str, Any]) -> RenderableType:

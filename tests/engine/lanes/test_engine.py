@@ -7,6 +7,7 @@ import torch
 from lanes_cases import (
     BATCH,
     CHANGES,
+    CLASSES,
     CLIENTS,
     FAST,
     MIXED,
@@ -180,13 +181,17 @@ def test_predictions_are_the_oracles(monkeypatch, name, split, at_once):
     monkeypatch.setattr(predictor, "_TEST_BATCH", at_once)
     model = make_model(name)
     thetas = torch.stack([theta_of(model) * (1 + client) - client / 50 for client in range(CLIENTS)])
-    found = []
+    found, logits = [], []
     for engine, clients in both(model):
         job = make_job(Plan(cohort=(4, 2, 0, 5, 1, 3)), clients, theta_of(model))
         found.append(engine.predict(job, thetas, split))
+        logits.append(engine.logits(job, thetas, split))
+        assert all(map(torch.equal, found[-1], (one.argmax(dim=1) for one in logits[-1])))
     for ours, theirs in zip(*found, strict=True):
         assert ours.dtype == torch.int64
         assert torch.equal(ours, theirs)
+    for ours, theirs in zip(*logits, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     assert len({tuple(labels.tolist()) for labels in found[0]}) > 1
 
 
@@ -195,7 +200,9 @@ def test_clients_without_samples_have_no_predictions():
     [(engine, clients), _] = both(model)
     idle = [client for client, n in enumerate(TEST) if not n]
     job = make_job(Plan(cohort=tuple(idle)), clients, theta_of(model))
-    assert [labels.shape for labels in engine.predict(job, theta_of(model).expand(2, -1), "test")] == [(0,), (0,)]
+    thetas = theta_of(model).expand(2, -1)
+    assert [labels.shape for labels in engine.predict(job, thetas, "test")] == [(0,), (0,)]
+    assert [logits.shape for logits in engine.logits(job, thetas, "test")] == [(0, CLASSES), (0, CLASSES)]
 
 
 # Entries that are not sent, and values that are not finite.

@@ -104,8 +104,10 @@ def test_without_a_memory_limit_all_lanes_of_the_kernels_are_one_stack():
     assert make_workers(model, kernels).stacks([], like, 32) == []
 
 
-@pytest.mark.parametrize(("custom", "stacks"), [(False, 1), (True, CLIENTS)])
-def test_custom_predictions_are_stacked_by_the_memory_of_the_general_path(custom, stacks, monkeypatch):
+@pytest.mark.parametrize(
+    ("verb", "custom", "stacks"), [("predict", False, 1), ("predict", True, CLIENTS), ("logits", False, CLIENTS)]
+)
+def test_what_the_kernels_cannot_do_is_stacked_by_the_memory_of_the_general_path(verb, custom, stacks, monkeypatch):
     """A lane of the kernels needs one byte here, and a lane of the general path more than the limit."""
     kernels = SimpleNamespace(lane_bytes=1, vectorised=lambda model: model)
     monkeypatch.setattr("fedobp.engine.lanes.engine.fused_for", lambda *_: kernels)
@@ -116,5 +118,5 @@ def test_custom_predictions_are_stacked_by_the_memory_of_the_general_path(custom
     predict = (lambda model, scratch, x: model.logits(scratch["theta"], x)) if custom else None
     job = replace(make_job(Plan(), make_pool(model), theta), predict=predict)
     thetas = theta.expand(CLIENTS, -1)
-    Lanes(model, BATCH, memory=10).predict(job, thetas, "test", {"theta": thetas})
+    getattr(Lanes(model, BATCH, memory=10), verb)(job, thetas, "test", {"theta": thetas})
     assert counts == [stacks]

@@ -141,6 +141,10 @@ class Lanes:
         """Return the labels that each client's model predicts for its samples, on the CPU."""
         return self._predictor.predict(job, theta, split, scratch)
 
+    def logits(self, job: PoolJob, theta: Tensor, split: Split, scratch: Tensors | None = None) -> list[Tensor]:
+        """Return the logits of each client's samples, on the CPU."""
+        return self._predictor.logits(job, theta, split, scratch)
+
     # Programs.
 
     def _run(

@@ -27,7 +27,7 @@ _TEST_BATCH = 256
 
 
 class Predictor:
-    """Predicts the labels of clients' samples, each client's with its own model."""
+    """Predicts the labels of clients' samples, and their logits, each client's with its own model."""
 
     def __init__(
         self,
@@ -43,16 +43,29 @@ class Predictor:
 
     def predict(self, job: PoolJob, theta: Tensor, split: Split, scratch: Tensors | None = None) -> list[Tensor]:
         """Return the labels that each client's model predicts for its samples, on the CPU."""
+        return self._test(job, theta, split, scratch, labels=True)
+
+    def logits(self, job: PoolJob, theta: Tensor, split: Split, scratch: Tensors | None = None) -> list[Tensor]:
+        """Return the logits of each client's samples, on the CPU; the fused kernels return labels alone."""
+        return self._test(job, theta, split, scratch, labels=False)
+
+    def _test(
+        self, job: PoolJob, theta: Tensor, split: Split, scratch: Tensors | None, *, labels: bool
+    ) -> list[Tensor]:
+        """Return the labels or the logits of each client's samples."""
         data, clients, device = job.clients.data, job.ctx.cohort, theta.device
         special = partial(job.predict, self._functions.model_on(device)) if job.predict and scratch else None
+        plain = labels and special is None  # what the fused kernels do
         sizes = [data.size(client, split) for client in clients.tolist()]
-        found = torch.zeros(len(sizes), max(sizes), *data.y.shape[1:], dtype=torch.int64, device=device)
+        # Of every sample one label, or one of each position in it.
+        shape, dtype = ((), torch.int64) if labels else ((self._model.classes,), theta.dtype)
+        found = torch.zeros(len(sizes), max(sizes), *data.y.shape[1:], *shape, dtype=dtype, device=device)
 
         @torch.no_grad()
         def test(rows: Sequence[int]) -> None:
             chosen = torch.tensor(rows)
-            fused, longest = self._kernels(device), sizes[rows[0]]
-            if fused and longest and special is None:
+            fused, longest = self._kernels(device) if plain else None, sizes[rows[0]]
+            if fused and longest:
                 positions = torch.arange(longest, device=device).expand(len(rows), -1)
                 ids = data.ids(clients[chosen], positions, split)
                 there = to_device(chosen, device)
@@ -72,13 +85,13 @@ class Predictor:
                         logits = vmap(special)({name: values[:lanes] for name, values in mine.items()}, x)
                 else:
                     logits = self._logits({name: tensor[:lanes] for name, tensor in tensors.items()}, x)
-                found[there[:lanes], start : start + width] = logits.argmax(dim=-1)
+                found[there[:lanes], start : start + width] = logits.argmax(dim=-1) if labels else logits.to(dtype)
 
         longest_first = sorted(range(len(sizes)), key=lambda row: -sizes[row])
-        stacks = self._workers.stacks(longest_first, theta, _TEST_BATCH, plain=special is None)
+        stacks = self._workers.stacks(longest_first, theta, _TEST_BATCH, plain=plain)
         self._workers.map(test, stacks, device)
-        labels = found.cpu()
-        return [labels[row, :size] for row, size in enumerate(sizes)]
+        host = found.cpu()
+        return [host[row, :size] for row, size in enumerate(sizes)]
 
     def _logits(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
         if self._precision == "bf16":
