@@ -295,6 +295,7 @@ def check_setting(spec: Field[Any], value: Any) -> Any:
             raise unknown(f"value of {flag(spec.name)}", short(value), choices)
         return value
     if spec.type in (int, float):
+        value = _plain_number(value)
         right = isinstance(value, Integral if spec.type is int else Real) and not isinstance(value, bool)
         if not right or (spec.type is float and not abs(value) <= sys.float_info.max):
             noun = "whole number" if spec.type is int else "number"
@@ -341,11 +342,14 @@ def _check_table(table: str, given: Any) -> FrozenOptions:
     """Return a table of options that cannot be changed; NumPy's numbers become Python's."""
     if not isinstance(given, Mapping):
         raise FedobpError(f"`{table}` must be a mapping from names to values, not '{short(given)}'")
-    plain = dict(given)
-    for name, value in plain.items():
-        if type(value) not in (bool, int, float) and isinstance(value, Real):
-            plain[name] = int(value) if isinstance(value, Integral) else float(value)
-    return FrozenOptions(plain)
+    return FrozenOptions({name: _plain_number(value) for name, value in given.items()})
+
+
+def _plain_number(value: Any) -> Any:
+    """Return a number of another library, such as NumPy's, as Python's; all else stays as it is."""
+    if type(value) in (bool, int, float) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def toml_lines(values: Mapping[str, Any]) -> list[str]:

@@ -121,6 +121,8 @@ def _with_defaults(config: Config, dataset: Dataset) -> Config:
     """Return settings with what depends on the dataset, or on one another."""
     defaults: dict[str, Any] = {"alpha": 0.1, "val_ratio": 0.0, "holdout_clients": 0}
     defaults["partition"] = _partition_for(dataset)
+    if dataset.every_position:
+        defaults["metrics"] = "loss,perplexity"
     if config.dataset == "digits":
         defaults |= {"clients": 20, "participation": 0.2, "rounds": 60, "model": "cnn-small"}
     else:

@@ -155,10 +155,9 @@ def untyped(shape, classes):
 
 
 def test_a_network_that_cannot_be_vectorised_trains_serially_and_says_so_once():
-    with pytest.warns(UserWarning, match="cannot be run for many clients at once") as warned:
+    with pytest.warns(UserWarning, match="cannot be run for many clients at once"):
         federation = Federation(Config(model=untyped, **FAST))
-        Federation(Config(model=untyped, **{**FAST, "rounds": 3}))
-    assert len(warned) == 1
+    Federation(Config(model=untyped, **{**FAST, "rounds": 3}))  # a second warning would be an error
     assert federation.config.engine == "serial"
     asked = Federation(Config(model=untyped, engine="serial", **FAST)).run("fedavg")
     assert federation.run("fedavg").history == asked.history
