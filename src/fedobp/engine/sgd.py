@@ -100,7 +100,7 @@ def active(steps: Sequence[int]) -> list[int]:
     return found
 
 
-def training(data: FederatedData, learned: Collection[str], layout: Layout, forward: Forward, low: bool) -> Make:
+def training(data: FederatedData, learned: Collection[str], layout: Layout, forward: Forward) -> Make:
     """Return what makes steps of SGD with cross-entropy.
 
     `given` has `mean`, `std` and a `rule`; `moving` has `tensors`, whose learned ones change, and sums of `loss`.
@@ -120,10 +120,7 @@ def training(data: FederatedData, learned: Collection[str], layout: Layout, forw
 
         def step(current: Mapping[str, Tensor]) -> None:
             ids, counts = current["ids"], current["counts"]
-            x, operands = scaled(data, ids, mean, std), tensors
-            if low:  # float32 weights, arithmetic in bfloat16
-                x, operands = x.bfloat16(), {name: tensor.bfloat16() for name, tensor in tensors.items()}
-            logits = forward(operands, x).to(total.dtype).flatten(0, 1)
+            logits = forward(tensors, scaled(data, ids, mean, std)).to(total.dtype).flatten(0, 1)
             each = functional.cross_entropy(logits, data.y[ids].flatten(), reduction="none").view(ids.shape)
             real = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
             loss = (each * real).sum(dim=1) / counts.clamp(min=1)

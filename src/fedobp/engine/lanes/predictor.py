@@ -43,6 +43,7 @@ class Predictor:
     def predict(self, job: PoolJob, theta: Tensor, split: Split, scratch: Tensors | None = None) -> list[Tensor]:
         """Return the labels that each client's model predicts for its samples, on the CPU."""
         data, clients, device = job.clients.data, job.ctx.cohort, theta.device
+        forward = self._forms[device.type]
         special = partial(job.predict, self._functions.model_on(device)) if job.predict and scratch else None
         sizes = [data.size(client, split) for client in clients.tolist()]
         found = torch.zeros(len(sizes), max(sizes), dtype=torch.int64, device=device)
@@ -70,7 +71,7 @@ class Predictor:
                     with autocast(self._precision, x):
                         logits = vmap(special)({name: values[:lanes] for name, values in mine.items()}, x)
                 else:
-                    logits = self._logits({name: tensor[:lanes] for name, tensor in tensors.items()}, x)
+                    logits = forward({name: tensor[:lanes] for name, tensor in tensors.items()}, x)
                 found[there[:lanes], start : start + width] = logits.argmax(dim=2)
 
         longest_first = sorted(range(len(sizes)), key=lambda row: -sizes[row])
@@ -78,8 +79,3 @@ class Predictor:
         self._workers.map(test, stacks, device)
         labels = found.cpu()
         return [labels[row, :size] for row, size in enumerate(sizes)]
-
-    def _logits(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        if self._precision == "bf16":
-            x, tensors = x.bfloat16(), {name: tensor.bfloat16() for name, tensor in tensors.items()}
-        return self._forms[x.device.type](tensors, x)
