@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedobp.errors import FedobpError
-from fedobp.models import Model
+from fedobp.models import NETS, Model
 
 PAPER = {  # dataset: input, classes, (conv1, conv2, fc1, classifier), total
     "cifar10, svhn": ((3, 32, 32), 10, (2_432, 51_264, 819_712, 5_130), 878_538),
@@ -79,6 +79,33 @@ def test_the_small_networks_compute_what_their_docstrings_say():
 
 
 @pytest.mark.parametrize(
+    ("options", "sides", "pools"),
+    [({}, 2, 4), ({"depth": 1}, 16, 1), ({"depth": 7, "width": 3}, 1, 5)],
+)
+def test_conv_has_as_many_layers_as_asked_and_pools_while_the_image_allows(options, sides, pools):
+    module = NETS["conv"]((3, 32, 40), 5, **options)
+    depth, width = options.get("depth", 4), options.get("width", 32)
+    kinds = [type(layer).__name__ for layer in module]
+    assert (kinds.count("Conv2d"), kinds.count("ReLU"), kinds.count("MaxPool2d")) == (depth, depth, pools)
+    assert kinds[:3] == ["Conv2d", "ReLU", "MaxPool2d"]
+    assert module.classifier.in_features == width * sides * (40 >> pools)
+    assert module(torch.zeros(2, 3, 32, 40)).shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "complaint"),
+    [
+        ("conv", {"depth": 0}, "option 'depth' of model 'conv' must be between 1 and 4096, not 0"),
+        ("conv", {"width": -3}, "option 'width' of model 'conv' must be between 1 and 4096, not -3"),
+        ("conv", {"depth": 10**30}, "option 'depth' of model 'conv' must be between 1 and 4096"),
+    ],
+)
+def test_sizes_that_make_no_network_are_refused(name, options, complaint):
+    with pytest.raises(FedobpError, match=complaint):
+        NETS[name]((1, 8, 8), 3, **options)
+
+
+@pytest.mark.parametrize(
     ("name", "shape"),
     [
         ("cnn", (1, 30, 30)),
@@ -93,6 +120,12 @@ def test_the_small_networks_compute_what_their_docstrings_say():
         ("cnn-small", (1, 5, 7)),
         ("mlp", (3, 29, 31)),
         ("mlp", (7,)),
+        ("conv", (2, 1, 1)),
+        ("conv", (1, 5, 40)),
+        ("resnet8", (1, 4, 4)),
+        ("resnet8-bn", (3, 5, 9)),
+        ("resnet18", (2, 8, 8)),
+        ("resnet18-bn", (1, 9, 8)),
     ],
 )
 def test_any_input_size_runs(name, shape):
@@ -110,6 +143,11 @@ def test_any_input_size_runs(name, shape):
         ("cnn-small", (1, 3, 8), 4),
         ("cnn-small", (1, 8, 3), 4),
         ("cnn-small", (8,), 4),
+        ("conv", (8,), 1),
+        ("resnet8", (1, 3, 8), 4),
+        ("resnet8-bn", (64,), 4),
+        ("resnet18", (1, 8, 7), 8),
+        ("resnet18-bn", (28, 28), 8),
     ],
 )
 def test_an_image_too_small_is_refused(name, shape, smallest):

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
+from fedobp.engine.probe import vectorises
 from fedobp.engine.stack import Forward
 from fedobp.errors import FedobpError
 from fedobp.models import Model
@@ -22,6 +23,10 @@ class Cost(NamedTuple):
 
 def cost(model: Model, forward: Forward, batch: int, dtype: torch.dtype) -> Cost:
     """Measure one step of one lane on zeros."""
+    if reason := vectorises(model):
+        raise FedobpError(
+            f"model '{model.name}' cannot be run for many clients at once ({reason}): use --engine serial"
+        )
     tensors = {
         name: torch.zeros(1, *shape, dtype=dtype, requires_grad=True)
         for name, shape in zip(model.layout.names, model.layout.shapes, strict=True)
@@ -36,14 +41,7 @@ def cost(model: Model, forward: Forward, batch: int, dtype: torch.dtype) -> Cost
 
     counter = FlopCounterMode(display=False)
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor), counter:
-        try:
-            logits = forward(tensors, x)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise FedobpError(
-                f"model '{model.name}' cannot be run for many clients at once ({reason}): use --engine serial"
-            ) from error
-        loss = functional.cross_entropy(logits.flatten(0, 1), torch.zeros(batch, dtype=torch.int64))
+        loss = functional.cross_entropy(forward(tensors, x).flatten(0, 1), torch.zeros(batch, dtype=torch.int64))
         torch.autograd.grad(loss, list(tensors.values()), materialize_grads=True)
     itemsize = loss.element_size()
     # Model-sized: weights, gradients, momentum, and a mask or anchor. Activations: the saved tensors, and as much
