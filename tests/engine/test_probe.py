@@ -124,7 +124,7 @@ def test_a_module_that_cannot_be_vectorised_says_why_and_trains_on_the_serial_en
     assert re.search(CANNOT[build], reason)
     assert len(reason) <= 240
     assert "\n" not in reason
-    with pytest.raises(FedobpError, match=r"model 'mine' cannot be run for many clients at once \(.*\): use --engine s"):
+    with pytest.raises(FedobpError, match=r"'mine' cannot be run for many clients at once \(.*\): use --engine serial"):
         run_rounds(Lanes(model, BATCH), model, [Plan()])
     assert run_rounds(Serial(model, BATCH), model, [Plan()])[0]["finite"].all()
 
