@@ -1,6 +1,8 @@
 """The registered networks: sizes, forward pass, and inputs that are too small."""
 
+import re
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +45,22 @@ def test_the_small_networks_have_the_sizes_computed_by_hand():
     assert Model("cnn-small", (1, 8, 8), 10).layout.size == 53_002
     assert by_layer(Model("mlp", (4,), 2)) == {"fc1": 4 * 128 + 128, "classifier": 128 * 2 + 2}
     assert Model("mlp", (2, 3, 5), 2).layout.sizes == (30 * 128, 128, 256, 2)
+
+
+def test_the_page_states_the_sizes_of_all_networks():
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    rows = dict(
+        re.findall(r"^\| `([a-z0-9-]+)` \|.*\| ([^|]+) \|$", page.split("| network | options |")[0], flags=re.M)
+    )
+    shapes = {"cnn": (1, 28, 28), "cnn-bn": (1, 28, 28), "cnn-small": (1, 8, 8), "mlp": (64,)}
+    assert rows.keys() == NETS.keys()
+    for name, stated in rows.items():
+        if name in ("lstm", "transformer"):
+            module = NETS[name]((80,), 90, vocabulary=90, every_position=True)
+            size = sum(one.numel() for one in module.parameters())
+        else:
+            size = Model(name, shapes.get(name, (3, 32, 32)), 10).layout.size
+        assert stated.startswith(f"{size:,} at "), name
 
 
 def perceptron(z: Tensor, tensors: dict[str, Tensor]) -> Tensor:
