@@ -44,7 +44,7 @@ def start(
     config = federation.config
     changed = replace(config, method=method or config.method, seed=config.seed if seed is None else seed)
     kept = config.options if changed.method == config.method else {}
-    resolved, configured = with_method(replace(changed, options={**kept, **options}))
+    resolved, configured = with_method(replace(changed, options={**kept, **options}), federation.source)
     silent = replace(resolved, rounds=_NEVER, eval_every=_NEVER)
     return simulate(federation.plan(silent, configured), engine, budget)
 

@@ -20,6 +20,7 @@ TYPE_CHECKING = False  # `typing` alone takes longer to load than all that is ab
 if TYPE_CHECKING:
     from fedobp import method as method
     from fedobp.config import Config
+    from fedobp.data import Dataset
     from fedobp.evaluation import Accuracy
     from fedobp.federation import Federation
     from fedobp.launch import Progress
@@ -29,13 +30,14 @@ if TYPE_CHECKING:
     from fedobp.sweeps import SweepError, sweep
 
 __all__ = [
-    "Accuracy", "Config", "Federation", "FedobpError", "Model", "Progress", "Result", "SweepError", "__version__",
-    "load_state_dict", "method", "sweep",
+    "Accuracy", "Config", "Dataset", "Federation", "FedobpError", "Model", "Progress", "Result", "SweepError",
+    "__version__", "load_state_dict", "method", "sweep",
 ]  # fmt: skip
 
 _MODULES = {
     "Accuracy": "evaluation",
     "Config": "config",
+    "Dataset": "data",
     "Federation": "federation",
     "Model": "models",
     "Progress": "launch",

@@ -29,7 +29,8 @@ from fedobp.federation import assign
 from fedobp.launch import RunPlan, Simulation, batch_size_for, engine_for, memory_for, simulate
 from fedobp.models import Model
 from fedobp.options import Precision
-from fedobp.resolution import check_names, resolve
+from fedobp.plugins import label
+from fedobp.resolution import check_names, model_for, resolve
 from fedobp.sampling import cohorts
 
 EngineName = Literal["serial", "lanes"]
@@ -236,7 +237,7 @@ class _Session:
         self._dataset, self._shards = assign(config, dataset)
         self._device, dtype = torch.device(config.device), dtype_of(config.precision)
         self._data = FederatedData(self._dataset, self._shards, self._device, dtype, config.normalize)
-        self._model = Model(config.model, self._data.shape, self._data.classes)
+        self._model = model_for(config, dataset)
         self._asked = config.batch_size
         self._config = config = replace(config, batch_size=batch_size_for(config, [self._data]))
         # Each run's cohorts are its own; the partition stays the first one's.
@@ -288,11 +289,11 @@ class _Session:
             dataset=config.dataset,
             random_data=self._random,
             samples=len(self._dataset.y),
-            model=config.model,
+            model=label(config.model),
             parameters=self._model.layout.size,
             clients=config.clients,
             cohort=config.cohort_size,
-            partition=config.partition,
+            partition=label(config.partition),
             alpha=config.alpha,
             batch_size=self._asked,
             epochs=config.epochs,

@@ -28,6 +28,8 @@ def to_toml(configs: Sequence[Config], launches: Sequence[Sequence[int]]) -> str
     lines += [f"    [{', '.join(toml_value(run_name(configs[run])) for run in launch)}]," for launch in launches]
     lines += ["]", "", "[settings]", *toml_lines(common)]
     lines += ["", "[settings.partition_options]", *toml_lines(first.partition_options)]
+    if first.model_options:
+        lines += ["", "[settings.model_options]", *toml_lines(first.model_options)]
     for name, options in {config.method: config.options for config in configs}.items():
         lines += ["", f"[methods.{toml_key(name)}]", *toml_lines(options)]
     return "\n".join(lines) + "\n"
@@ -53,7 +55,7 @@ def read_comparison(path: Path) -> tuple[list[dict[str, Any]], list[list[int]]]:
     if not isinstance(methods, dict) or not all(isinstance(options, dict) for options in methods.values()):
         raise FedobpError(f"`methods` in {path} must hold a table of options for each method: write [methods.NAME]")
     shared = [spec.name for spec in settings() if spec.name not in _PER_RUN]
-    check_settings(common, path, [*shared, "partition_options"])
+    check_settings(common, path, [*shared, "partition_options", "model_options"])
     for name in methods:
         if name not in names():
             raise unknown(f"method in {path}", name, names())

@@ -6,6 +6,7 @@ making a `Config`, loads neither torch nor numpy.
 """
 
 import math
+import os
 import re
 import shlex
 import sys
@@ -13,15 +14,21 @@ import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from fedobp.errors import FedobpError, short, unknown
 from fedobp.options import LARGEST, Option, Precision, broken_bound
+from fedobp.plugins import label
+
+if TYPE_CHECKING:
+    from fedobp.data import GivenPartitioner
+    from fedobp.models import Network
 
 _LONGEST = 2**20  # bytes of a configuration file
 # Settings that are tables of options, and those that a partition is made with.
-TABLES = ("options", "partition_options")
+TABLES = ("options", "partition_options", "model_options")
 PARTITION_SETTINGS = (
     "clients",
     "partition",
@@ -50,8 +57,10 @@ def _panel(panel: str) -> Callable[..., Any]:
     Bounds are `low` and `high`, which are allowed, and `above` and `below`, which are not.
     """
 
-    def setting(default: Any, help: str, **bounds: float) -> Any:
-        return field(default=default, metadata={"help": help, "panel": panel, "bounds": bounds})
+    def setting(default: Any, help: str, *, path: bool = False, code: bool = False, **bounds: float) -> Any:
+        """Declare a setting: `path`: it may be a `Path`; `code`: it may be a function or a class."""
+        about = {"help": help, "panel": panel, "bounds": bounds, "path": path, "code": code}
+        return field(default=default, metadata=about)
 
     return setting
 
@@ -60,21 +69,43 @@ _federation, _training = _panel("Federation"), _panel("Training")
 _evaluation, _machine = _panel("Evaluation"), _panel("Machine and output")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """The settings of a run. A resolved one, such as `Federation.config`, is complete."""
+class FrozenOptions(dict[str, Option]):
+    """A table of options that cannot be changed, so that a `Config` can be hashed."""
 
-    method: str = _training("fedobp", "Method to train; `fedobp methods` lists them")
+    def _refuse(self, *given: object, **more: object) -> NoReturn:
+        raise TypeError("the options of a Config cannot be changed: make another one with dataclasses.replace")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> Any:
+        return FrozenOptions, (dict(self),)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Config:
+    """The settings of a run. A resolved one, such as `Federation.config`, is complete.
+
+    `method` may be given as a class, `model` and `partition` as functions, numbers as NumPy's, folders as a `Path`, the
+    device as a `torch.device`.
+    """
+
+    method: str = _training("fedobp", "Method to train; `fedobp methods` lists them", code=True)
     options: Mapping[str, Option] = field(default_factory=dict)
     dataset: str = _federation("digits", "Dataset; `fedobp data list` lists them")
-    data_dir: str | None = _federation(None, "Folder that holds datasets (default: $FEDOBP_DATA, or the cache folder)")
+    data_dir: str | None = _federation(
+        None, "Folder that holds datasets (default: $FEDOBP_DATA, or the cache folder)", path=True
+    )
     clients: int = _federation(
         None, "Number of clients (default: 100; digits: 20; natural: all; your own data: by its size)", low=1
     )
-    partition: str = _federation(
+    partition: "GivenPartitioner" = _federation(
         None,
-        "Assignment of samples to clients: dirichlet, dirichlet-equal, iid, shards, classes, quantity, feature or "
-        "natural (default: dirichlet)",
+        "Assignment of samples to clients: dirichlet, dirichlet-equal, iid, shards, classes, quantity, feature, "
+        "natural, or package.module:function (default: dirichlet; next tokens: natural or iid)",
+        code=True,
     )
     partition_options: Mapping[str, Option] = field(default_factory=dict)
     alpha: float = _federation(
@@ -88,11 +119,16 @@ class Config:
         None, "Share of each client's training part for validation (default: 0.0)", low=0, high=0.9
     )
     holdout_clients: int = _federation(None, "Clients that never train, to evaluate new clients (default: 0)", low=0)
-    partition_file: str | None = _federation(None, "A partition that `fedobp partition --save` has written")
+    partition_file: str | None = _federation(None, "A partition that `fedobp partition --save` has written", path=True)
     normalize: Normalize = _federation(
         None, "Scaling: by constants, by the training parts, ... (default: dataset for the paper's eight; else train)"
     )
-    model: str = _federation(None, "Model (default: cnn; images below 16x16: cnn-small; tables: mlp)")
+    model: "str | Network" = _federation(
+        None,
+        "Model, or package.module:function (default: cnn; images below 16x16: cnn-small; tables: mlp; tokens: lstm)",
+        code=True,
+    )
+    model_options: Mapping[str, Option] = field(default_factory=dict)
     rounds: int = _training(None, "Number of rounds (default: 400; digits: 60)", low=1, high=1_000_000)
     participation: float = _training(None, "Share of clients in a round (default: 0.1; digits: 0.2)", above=0, high=1)
     epochs: int = _training(5, "Local epochs per round", low=1, high=1_000)
@@ -123,6 +159,15 @@ class Config:
             value = getattr(self, spec.name)
             if value is not None or spec.default is not None:
                 object.__setattr__(self, spec.name, check_setting(spec, value))
+        for table in TABLES:
+            object.__setattr__(self, table, _check_table(table, getattr(self, table)))
+
+    def __repr__(self) -> str:
+        """Return what differs from the defaults."""
+        given = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        defaults = {spec.name: spec.default for spec in settings()}
+        shown = {name: value for name, value in given.items() if value != defaults.get(name, {})}
+        return f"Config({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @property
     def cohort_size(self) -> int:
@@ -154,7 +199,8 @@ class Config:
         """Return the settings as TOML, which `read_config` reads back."""
         lines = toml_lines({spec.name: getattr(self, spec.name) for spec in settings()})
         for table in TABLES:
-            lines += ["", f"[{table}]", *toml_lines(getattr(self, table))]
+            if getattr(self, table) or table != "model_options":
+                lines += ["", f"[{table}]", *toml_lines(getattr(self, table))]
         return "\n".join(lines) + "\n"
 
 
@@ -225,13 +271,19 @@ def side_by_side(launch: Sequence[Config]) -> str:
 
 def check_setting(spec: Field[Any], value: Any) -> Any:
     """Return a setting's value in its declared type, or say what it should be."""
-    choices = get_args(spec.type)
+    if spec.metadata["path"] and isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if spec.metadata["code"] and callable(value):
+        return _registered(value) if spec.name == "method" else value
+    if spec.name == "device":
+        value = _check_device(value)
+    choices = get_args(spec.type) if spec.type not in (int, float) and not spec.metadata["code"] else ()
     if choices and isinstance(choices[0], str):
         if value not in choices:
             raise unknown(f"value of {flag(spec.name)}", short(value), choices)
         return value
     if spec.type in (int, float):
-        right = isinstance(value, int if spec.type is int else (int, float)) and not isinstance(value, bool)
+        right = isinstance(value, Integral if spec.type is int else Real) and not isinstance(value, bool)
         if not right or (spec.type is float and not abs(value) <= sys.float_info.max):
             noun = "whole number" if spec.type is int else "number"
             raise FedobpError(f"{flag(spec.name)} must be a {noun}, not '{short(value)}'")
@@ -249,6 +301,32 @@ def check_setting(spec: Field[Any], value: Any) -> Any:
     return value
 
 
+def _registered(method: Any) -> str:
+    """Return the name of a method's class, under which it is found from now on."""
+    from fedobp.algorithms import register_method  # loads torch, which a class of a method has loaded already
+
+    return register_method(method)
+
+
+def _check_device(value: Any) -> Any:
+    """Return a `torch.device`, or its text, by its type: the card is chosen outside."""
+    kind, _, index = str(value).partition(":")
+    if index not in ("", "0") and kind == "cuda":
+        raise FedobpError(f"--device {short(value)} names a card: set CUDA_VISIBLE_DEVICES={short(index)} and use cuda")
+    return kind if kind in get_args(DeviceName) else value
+
+
+def _check_table(table: str, given: Any) -> FrozenOptions:
+    """Return a table of options that cannot be changed; NumPy's numbers become Python's."""
+    if not isinstance(given, Mapping):
+        raise FedobpError(f"`{table}` must be a mapping from names to values, not '{short(given)}'")
+    plain = dict(given)
+    for name, value in plain.items():
+        if type(value) not in (bool, int, float) and isinstance(value, Real):
+            plain[name] = int(value) if isinstance(value, Integral) else float(value)
+    return FrozenOptions(plain)
+
+
 def toml_lines(values: Mapping[str, Any]) -> list[str]:
     """Return lines of TOML; what is None is left out."""
     return [f"{toml_key(name)} = {toml_value(value)}" for name, value in values.items() if value is not None]
@@ -259,8 +337,10 @@ def toml_key(name: str) -> str:
     return name if re.fullmatch("[A-Za-z0-9_-]+", name) else toml_value(name)
 
 
-def toml_value(value: Option) -> str:
-    """Return a value in TOML."""
+def toml_value(value: Any) -> str:
+    """Return a value in TOML; a function is a reference to it."""
+    if callable(value):
+        value = label(value)
     if isinstance(value, str):
         escaped = "".join(f"\\u{ord(c):04x}" if ord(c) < 32 or c in '"\\' or ord(c) == 127 else c for c in value)
         return f'"{escaped}"'

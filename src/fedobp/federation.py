@@ -3,15 +3,18 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from fedobp.algorithms import METHODS, is_declared, method_class, register_method
 from fedobp.config import Config
 from fedobp.data import (
     Dataset,
     FederatedData,
     Shard,
     data_dir,
+    dataset_from_data,
     load,
     load_partition,
     partition,
@@ -19,11 +22,12 @@ from fedobp.data import (
     with_client_inputs,
 )
 from fedobp.engine import dtype_of
-from fedobp.errors import FedobpError
+from fedobp.errors import FedobpError, short
 from fedobp.launch import Progress, RunPlan, samples_key, train_side_by_side
 from fedobp.method import Method, Option
-from fedobp.models import Model
-from fedobp.resolution import check_names, resolve, with_method
+from fedobp.models import Model, network
+from fedobp.plugins import is_importable, label
+from fedobp.resolution import check_names, model_for, resolve, with_method
 from fedobp.result import Result
 
 
@@ -51,6 +55,7 @@ def assign(config: Config, dataset: Dataset) -> tuple[Dataset, list[Shard]]:
             val_ratio=config.val_ratio,
             holdout=config.holdout_clients,
             natural=dataset.clients,
+            test=dataset.test,
         )
     return with_client_inputs(dataset, shards), shards
 
@@ -58,8 +63,9 @@ def assign(config: Config, dataset: Dataset) -> tuple[Dataset, list[Shard]]:
 class Federation:
     """Clients with their data, and the model they train: built once, to run any number of methods on.
 
-    `config` is the resolved form of what was asked. Made `beside` another one of the same dataset, a federation shares
-    its samples in memory instead of reading them again.
+    `config` is the resolved form of what was asked. A `dataset` in memory takes the place of the one that the settings
+    name. Made `beside` another one of the same dataset, a federation shares its samples in memory instead of reading
+    them again.
     """
 
     config: Config
@@ -69,10 +75,23 @@ class Federation:
     partition: str  # its hash
     model: Model
 
-    def __init__(self, config: Config | None = None, *, beside: "Federation | None" = None) -> None:
-        config = config or Config()
-        dataset = beside.source if beside and source_key(beside.config) == source_key(config) else read(config)
+    def __init__(
+        self, config: Config | None = None, *, dataset: Dataset | None = None, beside: "Federation | None" = None
+    ) -> None:
+        config = with_dataset(config or Config(), dataset)
+        if dataset is None:
+            shared = beside is not None and source_key(beside.config) == source_key(config)
+            dataset = beside.source if beside and shared else read(config)
         self._build(dataset, *resolve(config, dataset), beside)
+
+    @classmethod
+    def from_data(cls, data: Any, y: Any = None, *, config: Config | None = None, **about: Any) -> "Federation":
+        """Return a federation on data in memory: arrays, tensors, a DataFrame, shards, or a function of a client.
+
+        `data`, `y` and `about` are those of `Dataset.from_data`. Where the data says which client has a sample, these
+        are the clients; otherwise the settings say how samples are assigned to clients.
+        """
+        return cls(config, dataset=dataset_from_data(data, y, **about))
 
     @classmethod
     def resolved(
@@ -86,12 +105,17 @@ class Federation:
     def _build(self, dataset: Dataset, config: Config, method: Method, beside: "Federation | None") -> None:
         self.source, self.config, self.method = dataset, config, method
         self.data, self.partition = self._assigned(beside)
-        self.model = Model(config.model, self.data.shape, self.data.classes)
+        self.model = beside.model if beside and _model_key(beside) == _model_key(self) else model_for(config, dataset)
+
+    def __repr__(self) -> str:
+        config, size = self.config, self.model.layout.size
+        return f"Federation({config.dataset}, {config.clients} clients, {self.model.name} of {size:,} parameters)"
 
     def _assigned(self, beside: "Federation | None") -> tuple[FederatedData, str]:
         """Return the clients' data and the hash of their partition."""
         config = self.config
-        shares = beside is not None and samples_key(beside.config) == samples_key(config)
+        shares = beside is not None and beside.source is self.source
+        shares = shares and beside is not None and samples_key(beside.config) == samples_key(config)
         if beside is not None and shares and _partition_key(beside.config) == _partition_key(config):
             return beside.data, beside.partition
         dataset, shards = assign(config, self.source)
@@ -102,25 +126,26 @@ class Federation:
 
     def plan(self, config: Config, method: Method, out: Path | None = None) -> RunPlan:
         """Return the plan of a run on these clients; `config` is resolved."""
-        return RunPlan(config, method, self.model, self.data, self.partition, out)
+        return RunPlan(config, method, self.model, self.data, self.partition, out, tuple(notes_of(config, self.source)))
 
     def run(
         self,
-        method: str | None = None,
+        method: str | type[Method] | None = None,
         *,
         out: str | Path | None = None,
         progress: Callable[[Progress], None] | None = None,
         **options: Option,
     ) -> Result:
-        """Train a method (the configuration's, unless another is named) and return its result.
+        """Train a method (the configuration's, unless another is given, by name or as a class) and return its result.
 
         `options` are the method's own, such as `q=0.999`. With `out`, the run is written to that folder.
         """
+        method = register_method(method) if isinstance(method, type) else method
         config, configured = self.config, self.method
         if options or method not in (None, config.method):
             kept = config.options if method in (None, config.method) else {}
             config = replace(config, method=method or config.method, options={**kept, **options})
-            config, configured = with_method(config)
+            config, configured = with_method(config, self.source)
         plan = self.plan(config, configured, None if out is None else folder_path(out))
         [result] = train_side_by_side([plan], progress or (lambda _: None))
         if isinstance(result, BaseException):
@@ -131,6 +156,39 @@ class Federation:
 def source_key(config: Config) -> tuple[object, ...]:
     """Return what a dataset is read from."""
     return config.dataset, str(data_dir(config.data_dir).absolute())
+
+
+def with_dataset(config: Config, dataset: Dataset | None) -> Config:
+    """Return settings for a dataset in memory; those that name another dataset are refused."""
+    if dataset is None:
+        return config
+    if config.dataset not in (Config.dataset, dataset.name):
+        raise FedobpError(
+            f"the settings name the dataset '{short(config.dataset)}', and data is given: leave `dataset` out of them"
+        )
+    return replace(config, dataset=dataset.name)
+
+
+def notes_of(config: Config, dataset: Dataset) -> list[str]:
+    """Return what of a run its folder does not hold, one sentence each."""
+    notes = []
+    if dataset.in_memory:
+        size = f"{len(dataset.y):,} samples of shape {'x'.join(map(str, dataset.x.shape[1:]))}"
+        about = f"{size}, SHA-256 {dataset.content_hash}"
+        notes.append(f"The data was in memory ({about}) and is not part of this folder.")
+    for what, given in (("model", config.model), ("partition", config.partition)):
+        if not isinstance(given, str) and not is_importable(given):
+            notes.append(f"The {what} is {label(given)}, which cannot be imported: this folder cannot repeat it.")
+    method = method_class(config.method)
+    if method is not METHODS.get(config.method) and not is_declared(config.method):
+        notes.append(f"The method is {label(method)}, which no package declares: this folder cannot repeat it.")
+    return notes
+
+
+def _model_key(federation: "Federation") -> tuple[object, ...]:
+    config, source = federation.config, federation.source
+    inputs = source.input_shape, source.classes, source.vocabulary, source.every_position
+    return network(config.model), config.model_options, label(config.model), *inputs
 
 
 def _partition_key(config: Config) -> tuple[object, ...]:

@@ -65,7 +65,8 @@ def squared_gradients(model: Model, theta: Tensor, batch: Samples) -> Tensor:
 
     def loss(others: Tensors, offsets: Tensors, x: Tensor, y: Tensor) -> tuple[Tensor, Tensors]:
         logits, layer_inputs = model.probed({**tensors, **others}, offsets, x[None])
-        return functional.cross_entropy(logits, y[None]), {name: inputs[0] for name, inputs in layer_inputs.items()}
+        mean = functional.cross_entropy(logits.flatten(0, -2), y[None].flatten())  # over positions, if there are any
+        return mean, {name: inputs[0] for name, inputs in layer_inputs.items()}
 
     per_sample = vmap(grad(loss, argnums=(0, 1), has_aux=True), in_dims=(None, None, 0, 0))
     (grads, output_grads), layer_inputs = per_sample(others, offsets, batch.x, batch.y)

@@ -14,7 +14,7 @@ import torch
 
 from fedobp.algorithms import attributing_errors
 from fedobp.config import Config
-from fedobp.data import Dataset, FederatedData
+from fedobp.data import PARTITIONERS, Dataset, FederatedData, partitioner
 from fedobp.engine import (
     Budget,
     ClientJob,
@@ -33,6 +33,8 @@ from fedobp.errors import FedobpError
 from fedobp.evaluation import Evaluator
 from fedobp.method import CohortUpdate, Method
 from fedobp.models import Model
+from fedobp.plugins import label
+from fedobp.resolution import model_for
 from fedobp.result import Result
 from fedobp.run import Run
 
@@ -62,6 +64,7 @@ class RunPlan(NamedTuple):
     data: FederatedData
     partition: str  # its hash
     out: Path | None = None  # the run's folder
+    notes: tuple[str, ...] = ()  # what the run's folder does not hold
 
 
 class Simulation(NamedTuple):
@@ -98,15 +101,22 @@ def engine_for(config: Config, model: Model, batch: int | None = None) -> Engine
 
 
 def samples_key(config: Config) -> tuple[object, ...]:
-    """Return what the samples in memory depend on; a partition by features makes samples of its own."""
-    own = str((config.partition_settings, config.partition_file)) if config.partition == "feature" else None
+    """Return what the samples in memory depend on; a partition that changes inputs makes samples of its own."""
+    own = (*config.partition_settings.values(), config.partition_file) if _changes_inputs(config) else None
     return config.dataset, config.data_dir, config.device, dtype_of(config.precision), own
+
+
+def _changes_inputs(config: Config) -> bool:
+    """Return whether a partition may change clients' inputs; a saved one of the user's may."""
+    if config.partition_file is not None and config.partition not in PARTITIONERS:
+        return True
+    return partitioner(config.partition).changes_inputs()
 
 
 def _launch_key(config: Config) -> tuple[object, ...]:
     """Return what runs of one launch must have in common."""
     machine = (config.engine, config.precision, config.lane_memory, config.store_memory)
-    return samples_key(config), config.model, config.batch_size, machine
+    return samples_key(config), config.model, config.model_options, config.batch_size, machine
 
 
 def group_launches(configs: Sequence[Config], dataset: Callable[[Config], Dataset]) -> list[list[int]]:
@@ -140,7 +150,7 @@ def _runs_at_once(configs: Sequence[Config], dataset: Dataset) -> int:
     That is up to three vectors a client: its record on the server, its state, and its last model.
     """
     config = configs[0]
-    vector = Model(config.model, dataset.input_shape, dataset.classes).layout.size * dtype_of(config.precision).itemsize
+    vector = model_for(config, dataset).layout.size * dtype_of(config.precision).itemsize
     most = max(one.clients for one in configs)
     return max(1, int(memory_for(config, "store") / (3 * vector * most)))
 
@@ -149,7 +159,7 @@ def simulate(
     plan: RunPlan, engine: Engine, budget: Budget, keep_models: bool = True, launch: Sequence[Config] = ()
 ) -> Simulation:
     """Return a run with its clients, before round 1."""
-    config, method, model, data, partition, out = plan
+    config, method, model, data, partition, out, notes = plan
     theta = model.initial(config.seed).to(data.x.device, data.dtype)
     initial = method.init(model, theta, config.seed)
     keeps = method.keeps_last_model
@@ -165,9 +175,10 @@ def simulate(
         global_gradient=partial(global_gradient, model, data, config.precision),
         out=out,
         partition=partition,
-        metadata={"method": config.method, "model": config.model, **data.metadata()},
+        metadata={"method": config.method, "model": label(config.model), **data.metadata()},
         keep_models=keep_models,
         launch=launch,
+        notes=notes,
     )
     return Simulation(run, clients)
 

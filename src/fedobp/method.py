@@ -18,16 +18,15 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from fedobp.models import Model
+from fedobp.models import Model, sample_losses
 from fedobp.options import Option, Options, option
 from fedobp.records import Record, Sparse, Tensors
 
 __all__ = [
     "Batch", "Client", "CohortKind", "CohortUpdate", "InitialState", "Loss", "Method", "Model", "Option", "Part",
     "Predict", "Program", "Record", "RoundContext", "Sparse", "Sweep", "Tensors", "Train", "average", "broadcast",
-    "dense", "last_model", "mode_option", "option",
+    "dense", "last_model", "mode_option", "option", "sample_losses",
 ]  # fmt: skip
 
 
@@ -77,7 +76,7 @@ class Batch(NamedTuple):
 
     def cross_entropy(self, logits: Tensor) -> Tensor:
         """Return the mean cross-entropy over the samples that are real."""
-        return self.mean(functional.cross_entropy(logits, self.y, reduction="none"))
+        return self.mean(sample_losses(logits, self.y))
 
 
 Part = Literal["all", "head", "base"]
@@ -196,6 +195,8 @@ class Method(Options):
     paper: ClassVar[str]
     # Whether state["theta"] is always the model that a client trained last: then it is not stored a second time.
     keeps_last_model: ClassVar[bool] = False
+    # Whether it needs one label a sample, so that it cannot predict every next token of a sequence.
+    one_label: ClassVar[bool] = False
 
     @property
     def sequential(self) -> bool:

@@ -1,8 +1,9 @@
 """Options of methods and partitions: fields of a frozen dataclass, each with its meaning, range and choices."""
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, make_dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from fedobp.errors import FedobpError, short, unknown
@@ -52,6 +53,22 @@ class Options:
         return {name: _check_option(cls.name, known[name], value) for name, value in given.items()}
 
 
+def options_of(kind: str, name: str, function: Callable[..., Any]) -> type[Options]:
+    """Return the options of a function: its keyword-only parameters whose default is a number or a text."""
+    found = [
+        (
+            one.name,
+            type(one.default),
+            field(default=one.default, metadata={"high": 2**31 - 1} if type(one.default) is int else {}),
+        )
+        for one in inspect.signature(function).parameters.values()
+        if one.kind is one.KEYWORD_ONLY and type(one.default) in (int, float, str)
+    ]
+    made = make_dataclass(name, found, bases=(Options,), frozen=True, namespace={"kind": kind, "name": name})
+    checked: type[Options] = made
+    return checked
+
+
 def broken_bound(
     value: float, *, low: float | None = None, above: float | None = None, high: float | None = None,
     below: float | None = None,
@@ -69,9 +86,13 @@ def broken_bound(
 def _check_option(owner: str, spec: Field[Any], value: Option) -> Option:
     """Return an option's value in its field's type, or say what it should be."""
     where, meta, kind = f"option '{spec.name}' of {owner}", spec.metadata, int if spec.type is int else float
-    if meta["choices"]:
+    if meta.get("choices"):
         if value not in meta["choices"]:
             raise unknown(f"value of {where}", short(value), meta["choices"])
+        return value
+    if spec.type is str:
+        if not isinstance(value, str):
+            raise FedobpError(f"{where} must be a text, not '{short(value)}'")
         return value
     try:
         number = kind(value)
@@ -80,7 +101,7 @@ def _check_option(owner: str, spec: Field[Any], value: Option) -> Option:
     except (ValueError, TypeError, OverflowError):
         noun = "whole number" if kind is int else "number"
         raise FedobpError(f"{where} must be a {noun}, not '{short(value)}'") from None
-    low, high = meta["low"], meta["high"]
+    low, high = meta.get("low"), meta.get("high")
     most = high if high is not None else _MOST if kind is int else LARGEST
     least = low if low is not None else -LARGEST
     if bound := broken_bound(number, low=least, high=most):

@@ -1,7 +1,9 @@
 """Resolves settings once the dataset is read: every default is decided, every name checked."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,29 +13,31 @@ import torch
 from fedobp.algorithms import attributing_errors, method_class
 from fedobp.config import PARTITION_SETTINGS, TABLES, Config, check_setting, flag
 from fedobp.data import (
-    PARTITIONERS,
     REGISTRY,
     Dataset,
+    Partitioner,
     data_dir,
     default_clients_and_alpha,
     normalization_for,
     partition_settings,
+    partitioner,
 )
-from fedobp.errors import FedobpError, short, unknown
+from fedobp.engine import vectorises
+from fedobp.errors import FedobpError, short
 from fedobp.evaluation import make_protocol
 from fedobp.method import Method
-from fedobp.models import NETS
+from fedobp.models import NETS, Model, network, network_options
+from fedobp.options import Options
+from fedobp.plugins import is_reference, label
 
 
 def check_names(config: Config) -> None:
     """Refuse what is wrong whatever the dataset is; called before it is read, and for what it decides."""
-    if config.model is not None and config.model not in NETS:
-        raise unknown("model", config.model, NETS)
-    partition = "dirichlet" if config.partition is None else config.partition
-    if partition not in PARTITIONERS:
-        raise unknown("partition", partition, PARTITIONERS)
-    if config.partition_file is None:
-        PARTITIONERS[partition].check_options(config.partition_options)
+    if config.model is not None:
+        network_options(config.model).check_options(config.model_options)
+    assigns = _partitioner(config)
+    if assigns is not None and config.partition_file is None:
+        assigns.check_options(config.partition_options)
     if config.rounds is not None:
         make_protocol(config.protocol, config.rounds)
     _machine(config)
@@ -48,22 +52,51 @@ def resolve(config: Config, dataset: Dataset) -> tuple[Config, Method]:
         config = replace(config, data_dir=str(data_dir(config.data_dir).absolute()))
     if config.partition_file is not None:
         config = _with_partition_file(config, _path("partition_file", config.partition_file))
-    config = _machine(_with_defaults(config, dataset))
+    config = _with_defaults(replace(config, dataset=dataset.name), dataset)
     check_names(config)
-    partitioner = PARTITIONERS[config.partition].configure(config.partition_options)
-    options = {spec.name: getattr(partitioner, spec.name) for spec in partitioner.options()}
+    config = _machine(replace(config, engine=_engine(config, dataset)))
+    normalize = normalization_for(config.dataset, config.normalize, tokens=bool(dataset.vocabulary))
+    assigns, partition_options = _partitioner(config), config.partition_options
     config = replace(
-        config, partition_options=options, normalize=cast(Any, normalization_for(config.dataset, config.normalize))
+        config,
+        partition_options=partition_options if assigns is None else _all_options(assigns, partition_options),
+        model_options=_all_options(network_options(config.model), config.model_options),
+        normalize=cast(Any, normalize),
     )
     if config.trainers < 1:
         raise FedobpError(
             f"--holdout-clients {config.holdout_clients} leaves none of {config.clients} clients to train: hold out "
             "fewer"
         )
-    return with_method(config)
+    return with_method(config, dataset)
 
 
-def with_method(config: Config) -> tuple[Config, Method]:
+def model_for(config: Config, dataset: Dataset) -> Model:
+    """Return the model of complete settings, for the inputs of a dataset."""
+    return Model(
+        config.model,
+        dataset.input_shape,
+        dataset.classes,
+        config.model_options,
+        vocabulary=dataset.vocabulary,
+        every_position=dataset.every_position,
+    )
+
+
+def _partitioner(config: Config) -> type[Partitioner] | None:
+    """Return what assigns samples to clients; None: a saved partition by code of the user, which is not needed."""
+    given = "dirichlet" if config.partition is None else config.partition
+    saved_by_reference = config.partition_file is not None and isinstance(given, str) and is_reference(given)
+    return None if saved_by_reference else partitioner(given)
+
+
+def _all_options(owner: type[Options], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all options of a network or partition: the given ones, checked, and the defaults."""
+    configured = owner.configure(given)
+    return {spec.name: getattr(configured, spec.name) for spec in owner.options()}
+
+
+def with_method(config: Config, dataset: Dataset) -> tuple[Config, Method]:
     """Return settings with all options of their method, and that method.
 
     The paper tuned q for its CNN under its partition, and only there.
@@ -74,6 +107,11 @@ def with_method(config: Config) -> tuple[Config, Method]:
     if "q" in names and config.model == "cnn" and config.partition == "dirichlet" and config.dataset in REGISTRY:
         published = REGISTRY[config.dataset].q.get(config.alpha)
         options = options if published is None else {"q": published, **options}
+    if method.one_label and dataset.every_position:
+        raise FedobpError(
+            f"{method.name} needs one label a sample, and '{dataset.name}' predicts every next token: choose another "
+            "--method"
+        )
     with attributing_errors(method):
         configured = method.configure(options)
     return replace(config, options={name: getattr(configured, name) for name in names}), configured
@@ -81,14 +119,16 @@ def with_method(config: Config) -> tuple[Config, Method]:
 
 def _with_defaults(config: Config, dataset: Dataset) -> Config:
     """Return settings with what depends on the dataset, or on one another."""
-    defaults: dict[str, Any] = {"partition": "dirichlet", "alpha": 0.1, "val_ratio": 0.0, "holdout_clients": 0}
+    defaults: dict[str, Any] = {"alpha": 0.1, "val_ratio": 0.0, "holdout_clients": 0}
+    defaults["partition"] = _partition_for(dataset)
     if config.dataset == "digits":
         defaults |= {"clients": 20, "participation": 0.2, "rounds": 60, "model": "cnn-small"}
     else:
-        shape = dataset.x.shape[1:]
-        defaults |= {"clients": 100, "participation": 0.1, "rounds": 400, "model": _model_for(shape)}
-    if config.partition == "natural" and dataset.client_names:
+        defaults |= {"clients": 100, "participation": 0.1, "rounds": 400, "model": _model_for(dataset)}
+    if (config.partition or defaults["partition"]) == "natural" and dataset.client_names:
         defaults["clients"] = len(dataset.client_names)
+    elif dataset.every_position:
+        defaults["clients"], _ = default_clients_and_alpha([len(dataset.y)], config.clients, 1.0)
     elif config.dataset not in REGISTRY and None in (config.clients, config.alpha):
         sizes = [int(size) for size in np.bincount(dataset.y)]
         defaults["clients"], defaults["alpha"] = default_clients_and_alpha(sizes, config.clients, config.alpha)
@@ -133,8 +173,37 @@ def _machine(config: Config) -> Config:
     return replace(config, device=cast(Any, device), engine=cast(Any, engine), precision=precision)
 
 
-def _model_for(shape: tuple[int, ...]) -> str:
-    """Return the default model for inputs of a shape: the paper's CNN, and where an image is too small for it, less."""
+def _engine(config: Config, dataset: Dataset) -> Any:
+    """Return the engine: lanes, unless none is asked for and the network of the user cannot be vectorised."""
+    if config.engine != "auto" or network(config.model) in NETS.values():
+        return config.engine
+    reason = vectorises(model_for(config, dataset))
+    if reason is None:
+        return "lanes"
+    _warn_once(
+        f"model '{label(config.model)}' cannot be run for many clients at once ({reason}): clients train one after "
+        "another, with --engine serial"
+    )
+    return "serial"
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
+def _partition_for(dataset: Dataset) -> str:
+    """Return the default partition: the clients that the data comes with, if it is for them, else the paper's."""
+    if dataset.client_names and (dataset.in_memory or dataset.every_position or dataset.test is not None):
+        return "natural"
+    return "iid" if dataset.every_position else "dirichlet"
+
+
+def _model_for(dataset: Dataset) -> str:
+    """Return the default model for a dataset: the paper's CNN, and where an image is too small for it, less."""
+    if dataset.vocabulary:
+        return "lstm"
+    shape = dataset.x.shape[1:]
     side = min(shape[:2]) if len(shape) > 1 else 0
     return "cnn" if side >= 16 else "cnn-small" if side >= 4 else "mlp"
 

@@ -49,6 +49,7 @@ class Result:
     partition: str  # its hash
     out: Path | None
     launch: tuple[Config, ...] = ()  # all runs that trained side by side, in order, this one among them
+    notes: tuple[str, ...] = ()  # what the run's folder does not hold, such as data in memory
 
     def state_dict(self, client: int | None = None) -> dict[str, Tensor]:
         """Return a client's final model, or the global one, as an ordinary state dict."""
@@ -77,4 +78,5 @@ class Result:
             "seconds": self.seconds,
             "partition": self.partition,
             "out": str(self.out) if self.out else None,
+            **({"notes": list(self.notes)} if self.notes else {}),
         }

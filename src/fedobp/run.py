@@ -47,6 +47,7 @@ class Run:
         metadata: Mapping[str, Any] | None = None,
         keep_models: bool = True,
         launch: Sequence[Config] = (),
+        notes: Sequence[str] = (),
     ) -> None:
         self.config, self.method, self.model = config, method, model
         self.server, self.records = initial.server, Store(initial.record, config.clients, budget)
@@ -57,7 +58,10 @@ class Run:
         self._partition, self._metadata = partition, metadata or {}
         self._keep_models = keep_models or (out is not None and config.save_models == "all")
         self._launch = launch  # all runs that train side by side, in order
-        self._folder = _open_folder(out, config, partition, launch) if out else None  # last: a run that starts has one
+        self._notes = tuple(notes)  # what its folder does not hold
+        self._folder = (
+            _open_folder(out, config, partition, launch, notes) if out else None
+        )  # last: a run that starts has one
 
     def plan(self, number: int) -> list[ClientJob]:
         """Return the jobs of a round, without downloads: a pure function of the round.
@@ -186,6 +190,7 @@ class Run:
             partition=self._partition,
             out=folder.path if folder else None,
             launch=tuple(self._launch),
+            notes=self._notes,
         )
         if folder:
             if config.save_models != "none":
@@ -195,6 +200,9 @@ class Run:
         return result
 
 
-def _open_folder(out: Path, config: Config, partition: str, launch: Sequence[Config]) -> RunFolder:
+def _open_folder(
+    out: Path, config: Config, partition: str, launch: Sequence[Config], notes: Sequence[str]
+) -> RunFolder:
     """Take a folder for a run, and write what runs there."""
-    return RunFolder(out, f"# Partition {partition}\n{side_by_side(launch)}{config.to_toml()}")
+    said = "".join(f"# {note}\n" for note in notes)
+    return RunFolder(out, f"# Partition {partition}\n{said}{side_by_side(launch)}{config.to_toml()}")

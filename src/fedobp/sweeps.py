@@ -10,7 +10,7 @@ from fedobp.config import Config
 from fedobp.data import Dataset
 from fedobp.engine import caught
 from fedobp.errors import FedobpError, described
-from fedobp.federation import Federation, folder_path, read, source_key
+from fedobp.federation import Federation, folder_path, read, source_key, with_dataset
 from fedobp.launch import Progress, RunPlan, check_launches, group_launches, train_side_by_side
 from fedobp.method import Method
 from fedobp.resolution import check_names, resolve
@@ -83,14 +83,18 @@ class SweepPlan:
 def plan_sweep(
     configs: Iterable[Config], launches: Sequence[Sequence[int]] | None = None, dataset: Dataset | None = None
 ) -> SweepPlan:
-    """Read the datasets of a sweep, each once, and resolve its runs; `dataset` is that of the first, if it is read.
+    """Read the datasets of a sweep, each once, and resolve its runs.
+
+    `dataset` is that of the first run, if it is read already; one in memory is that of all runs.
 
     `launches` says which runs share a launch, by their positions in `configs`; otherwise all do that can.
     """
     asked = list(configs)
+    if dataset is not None and dataset.in_memory:
+        asked = [with_dataset(config, dataset) for config in asked]
     datasets: dict[tuple[object, ...], Dataset | BaseException] = {}
     if dataset is not None and asked:
-        datasets[source_key(asked[0])] = dataset
+        datasets |= {source_key(config): dataset for config in (asked if dataset.in_memory else asked[:1])}
     resolved: dict[int, Config] = {}
     methods: dict[int, Method] = {}
     failures: dict[int, BaseException] = {}
@@ -131,16 +135,17 @@ def sweep(
     progress: Callable[[Progress], None] | None = None,
     keep_models: bool = True,
     launches: Sequence[Sequence[int]] | None = None,
+    dataset: Dataset | None = None,
 ) -> list[Result]:
     """Run many configurations, as many as possible at once, and return their results in the same order.
 
     Runs that share dataset, model, batch size and machine settings share a launch: their clients train side by side,
     whatever their seeds, partitions, methods and numbers. With `out`, each run is written to a folder of its own.
     Without `keep_models`, results hold the global model only, and not every client's. `launches` says which runs share
-    a launch, by their positions in `configs`. A run that fails does not end the others: when they have finished,
-    `SweepError` is raised, which holds their results.
+    a launch, by their positions in `configs`. A `dataset` in memory is that of all runs. A run that fails does not end
+    the others: when they have finished, `SweepError` is raised, which holds their results.
     """
-    plan = configs if isinstance(configs, SweepPlan) else plan_sweep(configs, launches)
+    plan = configs if isinstance(configs, SweepPlan) else plan_sweep(configs, launches, dataset)
     folders = None if out is None else _folders(out, len(plan.asked))
     results: list[Result | None] = [None] * len(plan.asked)
     failures = dict(plan.failures)

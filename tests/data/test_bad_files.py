@@ -20,7 +20,7 @@ from PIL import Image
 
 from fedobp import Config, Federation, Model
 from fedobp.data import describe, fetch, import_dataset, list_datasets, load, load_partition, partition, save_partition
-from fedobp.data.datasets import parse
+from fedobp.data.dataset import parse
 from fedobp.data.images import ImageArray
 from fedobp.errors import FedobpError
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fedobp.data import Info, data_dir, dataset_names, describe, import_dataset, load
-from fedobp.data.datasets import parse
+from fedobp.data.dataset import parse
 from fedobp.errors import FedobpError
 
 TABLE = np.arange(24, dtype=np.float32).reshape(8, 3)

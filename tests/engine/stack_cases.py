@@ -13,7 +13,7 @@ MODEL = Model("mlp", (5,), 3)
 FORWARD, LAYOUT = stacked(MODEL, Grouped), MODEL.layout
 BATCH, SAMPLES = 4, 20
 X = torch.randn(SAMPLES, 5, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-DATA = SimpleNamespace(x=X, y=torch.arange(SAMPLES) % 3, unit=2.0)
+DATA = SimpleNamespace(x=X, y=torch.arange(SAMPLES) % 3, unit=2.0, vocabulary=0)
 NUMBERS = {"lr": 0.1, "momentum": 0.8, "decay": 0.05, "pull": 0.3}
 RULES = {
     "plain": ("lr",),

@@ -49,9 +49,7 @@ def test_the_small_networks_have_the_sizes_computed_by_hand():
 
 def test_the_page_states_the_sizes_of_all_networks():
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
-    rows = dict(
-        re.findall(r"^\| `([a-z0-9-]+)` \|.*\| ([^|]+) \|$", page.split("| network | options |")[0], flags=re.M)
-    )
+    rows = dict(re.findall(r"^\| `([a-z0-9-]+)` \|.*\| ([^|]+) \|$", page.split("| network | options")[0], flags=re.M))
     shapes = {"cnn": (1, 28, 28), "cnn-bn": (1, 28, 28), "cnn-small": (1, 8, 8), "mlp": (64,)}
     assert rows.keys() == NETS.keys()
     for name, stated in rows.items():

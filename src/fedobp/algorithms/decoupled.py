@@ -19,7 +19,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch.func import grad
-from torch.nn import functional
 
 from fedobp import method as fl
 from fedobp.algorithms.fedavg import keep_and_upload
@@ -52,7 +51,7 @@ def add_gradient(model: fl.Model, client: fl.Client, batch: fl.Batch) -> fl.Clie
     """Eq. 6 as printed: add the gradients of single samples; the square comes last."""
 
     def loss(theta: Tensor) -> Tensor:
-        each = functional.cross_entropy(model.logits(theta, batch.x), batch.y, reduction="none")
+        each = fl.sample_losses(model.logits(theta, batch.x), batch.y)
         return (each * batch.weight).sum()
 
     return client.set(score=client.scratch["score"] + grad(loss)(client.theta))

@@ -135,6 +135,7 @@ class FedPAC(fl.Method):
     name: ClassVar[str] = "fedpac"
     summary: ClassVar[str] = "shared base whose features are aligned by class; each head is combined from the cohort's"
     paper: ClassVar[str] = "Xu et al., Personalized FL with Feature Alignment and Classifier Collaboration, ICLR 2023"
+    one_label: ClassVar[bool] = True
 
     lam: float = fl.option(1.0, "weight of the alignment with the prototypes; the authors' 1", low=0)
     head_epochs: int = fl.option(1, "local epochs for the head, before the base's; the authors' 1", low=0)

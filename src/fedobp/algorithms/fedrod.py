@@ -34,8 +34,8 @@ def two_losses(model: fl.Model, client: fl.Client, batch: fl.Batch) -> Tensor:
     personal = functional.linear(features.detach(), personal_weight.view_as(weight), personal_bias)
     # gamma log(counts), and 0 where gamma is 0: a class that the client does not have would give 0 times infinity.
     shift = torch.special.xlogy(client.hparams["gamma"], client.data["counts"].to(client.theta.dtype))
-    balanced = functional.cross_entropy(generic + shift, batch.y, reduction="none")
-    joint = functional.cross_entropy(generic.detach() + personal, batch.y, reduction="none")
+    balanced = fl.sample_losses(generic + shift, batch.y)
+    joint = fl.sample_losses(generic.detach() + personal, batch.y)
     # Padding can be of a class that the client does not have: its loss is infinite, and a weight of 0 gives NaN.
     return batch.mean(torch.where(batch.weight > 0, balanced + joint, 0))
 

@@ -83,6 +83,7 @@ class Flute(fl.Method):
     name: ClassVar[str] = "flute"
     summary: ClassVar[str] = "shared base and one head per client, which client and server push towards neural collapse"
     paper: ClassVar[str] = "Liu et al., Federated Representation Learning in the Under-Parameterized Regime, ICML 2024"
+    one_label: ClassVar[bool] = True
 
     simplex: float = fl.option(0.25, "weight of R(W), the head's distance from a simplex frame; the authors'", low=0)
     weights: float = fl.option(0.0025, "weight of the head's squared weights; the authors'", low=0)

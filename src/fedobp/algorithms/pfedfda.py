@@ -80,6 +80,7 @@ class PFedFDA(fl.Method):
     name: ClassVar[str] = "pfedfda"
     summary: ClassVar[str] = "shared base and class Gaussians; each head follows from Gaussians adapted to the client"
     paper: ClassVar[str] = "McLaughlin and Su, Personalized FL via Feature Distribution Adaptation, NeurIPS 2024"
+    one_label: ClassVar[bool] = True
 
     mode: str = fl.mode_option("as-published: FedAvg, with the adaptation from random Gaussians only for use")
     betas: str = fl.option(

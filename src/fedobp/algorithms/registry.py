@@ -1,13 +1,11 @@
 """Methods by name: the built-in ones, and those that other packages declare as entry points."""
 
-import inspect
 import re
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
-from importlib.metadata import EntryPoint, entry_points
-from traceback import walk_tb
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import EntryPoint
 
+from fedobp import plugins
 from fedobp.algorithms.apfl import APFL
 from fedobp.algorithms.decoupled import Decoupled
 from fedobp.algorithms.ditto import Ditto
@@ -33,7 +31,7 @@ from fedobp.algorithms.pfedsim import PFedSim
 from fedobp.algorithms.pspfl import PSPFL
 from fedobp.algorithms.scaffold import Scaffold
 from fedobp.algorithms.seqfededt import SeqFedEDT
-from fedobp.errors import FedobpError, Stopped, described, unknown
+from fedobp.errors import FedobpError, short, unknown
 from fedobp.method import Method
 from fedobp.options import Option
 
@@ -71,19 +69,41 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
+_GIVEN: dict[str, type[Method]] = {}  # classes of the user, by name
+
+
 def method_class(name: str) -> type[Method]:
-    """Return a method's class by its name: a built-in one, or one of another package."""
+    """Return a method's class by its name: a built-in one, one that the user gave, or one of another package."""
     if name in METHODS:
         return METHODS[name]
+    if name in _GIVEN:
+        return _GIVEN[name]
     found = _entry_points()
     if name not in found:
         raise unknown("method", name, names())
     return _loaded(name, found[name])
 
 
+def register_method(method: type[Method]) -> str:
+    """Make a class of the user available under its name, instead of one given before, and return the name."""
+    name = str(getattr(method, "name", method))
+    if problem := _problem(method, name):
+        raise FedobpError(f"the method {short(method)} {problem}")
+    if METHODS.get(name, method) is not method:
+        raise FedobpError(f"'{name}' is the name of a built-in method: give yours another `name`")
+    if name not in METHODS:
+        _GIVEN[name] = method
+    return name
+
+
+def is_declared(name: str) -> bool:
+    """Return whether an installed package declares a method."""
+    return name in _entry_points()
+
+
 def names() -> list[str]:
     """Return the names of all methods, also of those in other packages, which are not loaded here."""
-    return list(dict.fromkeys([*METHODS, *_entry_points()]))
+    return list(dict.fromkeys([*METHODS, *_GIVEN, *_entry_points()]))
 
 
 def available() -> tuple[dict[str, type[Method]], dict[str, FedobpError]]:
@@ -99,63 +119,21 @@ def available() -> tuple[dict[str, type[Method]], dict[str, FedobpError]]:
 
 @contextmanager
 def attributing_errors(method: type[Method]) -> Iterator[None]:
-    """Raise an exception from a method of another package as a user error that names the method and the line.
-
-    Exceptions from built-in methods pass unchanged: unless it is a `FedobpError`, it is a bug of this package.
-    """
-    package = method.__module__.partition(".")[0]
-    try:
+    """Raise an exception from a method of another package as a user error that names the method and the line."""
+    with plugins.attributing_errors("method", method.name, method):
         yield
-    except (FedobpError, KeyboardInterrupt, Stopped):
-        raise
-    except BaseException as error:  # also SystemExit
-        if package == __name__.partition(".")[0]:
-            raise
-        places = [
-            f"{frame.f_code.co_filename}:{line}"
-            for frame, line in walk_tb(error.__traceback__)
-            if frame.f_globals.get("__name__", "").partition(".")[0] == package
-        ]
-        where = places[-1] if places else _definition(method)
-        raise FedobpError(f"{described(error)} (method '{method.name}', {where})") from error
-
-
-def _definition(method: type[Method]) -> str:
-    """Return the file and line of a class."""
-    try:
-        return f"{inspect.getsourcefile(method)}:{inspect.getsourcelines(method)[1]}"
-    except (OSError, TypeError):  # no source
-        return method.__module__
 
 
 def _entry_points() -> dict[str, list[EntryPoint]]:
-    """Return the entry points of the group `fedobp.methods`, by name."""
-    found: dict[str, list[EntryPoint]] = {}
-    for one in entry_points(group="fedobp.methods"):
-        found.setdefault(one.name, []).append(one)
-    return found
+    return plugins.declared("fedobp.methods")
 
 
-def _loaded(name: str, found: Sequence[EntryPoint]) -> type[Method]:
+def _loaded(name: str, found: list[EntryPoint]) -> type[Method]:
     """Return another package's method, or raise a `FedobpError` with the reason why it cannot be loaded."""
-    values = list(dict.fromkeys(one.value for one in found))
-    which = f"the entry point '{name}' ({' and '.join(values)})"
-    if name in METHODS:
-        raise FedobpError(f"{which} has the name of a built-in method: its package must give it another one")
-    if len(values) > 1:
-        raise FedobpError(f"{which} is declared more than once: uninstall all but one of its packages")
-    try:
-        with redirect_stdout(sys.stderr):  # standard output is reserved for the command
-            method = found[0].load()
-        problem = _problem(method, name)
-    except (KeyboardInterrupt, Stopped):
-        raise
-    except BaseException as error:  # also SystemExit
-        raise FedobpError(f"the method '{name}' ({values[0]}) cannot be loaded: {described(error)}") from error
-    if problem:
-        raise FedobpError(f"{which} {problem}")
-    loaded: type[Method] = method
-    return loaded
+    method: type[Method] = plugins.load_entry_point(
+        "method", name, found, lambda loaded: _problem(loaded, name), built_in=name in METHODS
+    )
+    return method
 
 
 def _problem(method: object, name: str) -> str | None:

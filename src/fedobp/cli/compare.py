@@ -14,6 +14,7 @@ from fedobp.cli.progress import round_progress
 from fedobp.cli.settings import (
     SETTINGS,
     Json,
+    ModelSet,
     Out,
     PartitionSet,
     Q,
@@ -47,6 +48,7 @@ def compare(
     set_: Set = None,
     q: Q = None,
     partition_set: PartitionSet = None,
+    model_set: ModelSet = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -84,7 +86,11 @@ def compare(
         _refuse_flags(context, "config", "out", "as_json")
         requested, launches = read_comparison(config)
     else:
-        common = {**given, "partition_options": parse_pairs("--partition-set", partition_set)}
+        common = {
+            **given,
+            "partition_options": parse_pairs("--partition-set", partition_set),
+            "model_options": parse_pairs("--model-set", model_set),
+        }
         requested, failed, dataset = _requested(common, methods, seeds, method_options(set_, q))
     made, refused = _make_configs(requested)
     plan = plan_sweep(made.values(), _launches(made, launches), dataset)

@@ -12,6 +12,7 @@ from fedobp.cli.settings import (
     SETTINGS,
     ConfigFile,
     Json,
+    ModelSet,
     Out,
     PartitionSet,
     Q,
@@ -21,7 +22,7 @@ from fedobp.cli.settings import (
     parse_pairs,
     with_settings,
 )
-from fedobp.config import Config, read_config
+from fedobp.config import TABLES, Config, read_config
 
 
 @with_settings(*SETTINGS)
@@ -31,6 +32,7 @@ def run(
     set_: Set = None,
     q: Q = None,
     partition_set: PartitionSet = None,
+    model_set: ModelSet = None,
     config: ConfigFile = None,
     out: Out = None,
     as_json: Json = False,
@@ -43,6 +45,8 @@ def run(
     fedobp run
     fedobp run --method fedper --rounds 20 --clients 10 --alpha 0.5
     fedobp run --dataset cifar10 --q 0.9999 --set score=product --protocol paper
+    fedobp run --model conv --model-set depth=3
+    fedobp run --model mynets:wide --dataset cifar10
     fedobp run --config runs/NAME/config.toml
     """
     from fedobp.federation import Federation, read
@@ -51,8 +55,8 @@ def run(
     from fedobp.storage import new_run_folder
 
     base = read_config(config) if config else {}
-    options, partition_options = method_options(set_, q), parse_pairs("--partition-set", partition_set)
-    merged = _merged(base, given, options, partition_options)
+    partition_options = parse_pairs("--partition-set", partition_set)
+    merged = _merged(base, given, method_options(set_, q), partition_options, parse_pairs("--model-set", model_set))
     asked = Config(**merged)
     dataset = read(asked)
     resolved, method = resolve(asked, dataset)
@@ -69,15 +73,13 @@ def run(
     print_result(result.to_json() if as_json else run_table(result), f"Run folder: {folder}")
 
 
-def _merged(
-    base: Mapping[str, Any], given: Mapping[str, Any], options: Mapping[str, Any], partition_options: Mapping[str, Any]
-) -> dict[str, Any]:
+def _merged(base: Mapping[str, Any], given: Mapping[str, Any], *options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a configuration file with those of the command line on top.
 
-    The file's method options are kept if the method is the same, its partition options if the partition is.
+    The file's options of the method, the partition and the model are kept if that is the same.
     """
     merged = {**base, **given}
-    for name, table, more in (("method", "options", options), ("partition", "partition_options", partition_options)):
+    for name, table, more in zip(("method", "partition", "model"), TABLES, options, strict=True):
         same = merged.get(name) == base.get(name, merged.get(name))
         merged[table] = {**(base.get(table, {}) if same else {}), **more}
     return merged

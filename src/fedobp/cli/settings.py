@@ -21,6 +21,10 @@ PartitionSet = Annotated[
         "--partition-set", metavar="NAME=VALUE", help="An option of the partition; see fedobp partition --help."
     ),
 ]
+ModelSet = Annotated[
+    list[str] | None,
+    typer.Option("--model-set", metavar="NAME=VALUE", help="An option of the model, such as depth=6 of conv."),
+]
 Q = Annotated[float | None, typer.Option("--q", help="Short for --set q=..., the quantile of FedOBP.")]
 Out = Annotated[Path | None, typer.Option(help="Folder to write to (default: a new one under runs/).")]
 ConfigFile = Annotated[
@@ -75,7 +79,7 @@ def note_chosen(given: Mapping[str, Any], resolved: Config) -> None:
     from fedobp.data import REGISTRY
 
     if resolved.dataset not in REGISTRY and not resolved.partition_file and resolved.partition != "natural":
-        names = ("clients", "alpha") if resolved.partition.startswith("dirichlet") else ("clients",)
+        names = ("clients", "alpha") if str(resolved.partition).startswith("dirichlet") else ("clients",)
         chosen = [f"{flag(name)} {getattr(resolved, name)}" for name in names if name not in given]
         if chosen:
             print_note(f"'{resolved.dataset}' has no published settings: {' '.join(chosen)} was chosen by its size")
@@ -93,7 +97,7 @@ def parse_pairs(flag: str, pairs: list[str] | None) -> dict[str, Any]:
     for pair in pairs or []:
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():
-            example = "q=0.999" if flag == "--set" else "k=3"
+            example = {"--set": "q=0.999", "--model-set": "depth=6"}.get(flag, "k=3")
             raise FedobpError(f"{flag} {short(pair)} must be written NAME=VALUE, such as {flag} {example}")
         found[name.strip()] = value.strip()
     return found

@@ -1,8 +1,7 @@
 """Datasets by name, their partitions over clients, and client data as tensors."""
 
+from fedobp.data.dataset import Dataset, Info
 from fedobp.data.datasets import (
-    Dataset,
-    Info,
     data_dir,
     dataset_names,
     describe,
@@ -14,15 +13,18 @@ from fedobp.data.defaults import default_clients_and_alpha, flags_to_run
 from fedobp.data.federated import FederatedData, Split
 from fedobp.data.fetch import fetch
 from fedobp.data.importers import import_dataset
+from fedobp.data.in_memory import dataset_from_data
 from fedobp.data.normalization import normalization_for
 from fedobp.data.partition import Shard, partition, with_client_inputs
 from fedobp.data.partition_file import load_partition, partition_hash, partition_settings, save_partition
-from fedobp.data.partitioners import PARTITIONERS
+from fedobp.data.partitioner_registry import GivenPartitioner, partitioner, partitioner_names
+from fedobp.data.partitioners import PARTITIONERS, Partitioner, PartitionTask
 from fedobp.data.registry import REGISTRY
 
 __all__ = [
-    "PARTITIONERS", "REGISTRY", "Dataset", "FederatedData", "Info", "Shard", "Split", "data_dir", "dataset_names",
+    "PARTITIONERS", "REGISTRY", "Dataset", "FederatedData", "GivenPartitioner", "Info", "PartitionTask", "Partitioner",
+    "Shard", "Split", "data_dir", "dataset_from_data", "dataset_names",
     "default_clients_and_alpha", "describe", "fetch", "flags_to_run", "import_dataset", "list_datasets",
-    "load", "load_partition", "normalization_for", "partition", "partition_hash", "partition_settings",
-    "save_partition", "store", "with_client_inputs",
+    "load", "load_partition", "normalization_for", "partition", "partition_hash", "partition_settings", "partitioner",
+    "partitioner_names", "save_partition", "store", "with_client_inputs",
 ]  # fmt: skip

@@ -1,18 +1,17 @@
-"""Datasets: arrays of inputs and labels, stored as one npz file per name, read and written without pickle."""
+"""Datasets by name: one npz file each, read and written without pickle."""
 
 import os
 import random
 import re
 import shlex
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedobp.data.dataset import Dataset, Info, as_vector, check_shapes, number_clients, number_labels, parse
 from fedobp.data.free_memory import memory_guard
 from fedobp.data.npz import npz_shapes, read_npz
 from fedobp.data.registry import REGISTRY
@@ -22,47 +21,6 @@ from fedobp.files import atomic_write, unwritable
 
 EMBEDDED = "digits"
 _MAX_NAME_LENGTH = 100  # characters; a dataset's name becomes part of file and run folder names
-
-
-@dataclass(frozen=True)
-class Info:
-    """A dataset's summary for `fedobp data list`; `samples` is None if its file is absent."""
-
-    name: str
-    samples: int | None
-    shape: tuple[int, ...]
-    classes: int
-    available: bool
-    clients: int = 0  # number of natural clients; 0: none given
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """Inputs [N, H, W], [N, H, W, C] or [N, features], as uint8 or float32, and labels 0..classes-1."""
-
-    name: str
-    x: NDArray[Any]
-    y: NDArray[np.int64]
-    labels: tuple[str | int, ...]  # the names of label 0, 1, ... in the file
-    n_train: int  # number of leading samples that form the official training split; 0: no official split
-    clients: NDArray[np.int64] | None = None  # each sample's natural client, 0, 1, ..., if the file has them
-    client_names: tuple[str, ...] = ()  # the names of client 0, 1, ... in the file
-
-    @property
-    def classes(self) -> int:
-        """Number of labels."""
-        return len(self.labels)
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """The shape of one input as models see it: channels first, or features."""
-        shape = tuple(self.x.shape[1:])
-        return shape if len(shape) == 1 else (1, *shape) if len(shape) == 2 else (shape[2], *shape[:2])
-
-    @property
-    def info(self) -> Info:
-        """Name and sizes."""
-        return Info(self.name, len(self.y), self.x.shape[1:], self.classes, True, len(self.client_names))
 
 
 def data_dir(given: str | None = None) -> Path:
@@ -111,11 +69,14 @@ def describe(name: str, folder: Path) -> Info:
         facts, here = REGISTRY[name], bool(installed(name))
         return Info(name, facts.samples if here else None, facts.shape, facts.classes, available=here)
     with memory_guard(f"dataset '{name}'"):
-        shapes, arrays = npz_shapes(path), read_npz(path, ("y", "client"))
-        _check_shapes(name, shapes)
+        shapes = npz_shapes(path)
+        if "tokens" in shapes:
+            return parse(name, read_npz(path)).info
+        arrays = read_npz(path, ("y", "client"))
+        check_shapes(name, shapes)
         samples, *shape = shapes["x"]
-        labels, _ = _labels(name, _as_vector(arrays["y"]))
-        client_names, _ = _clients(name, arrays["client"], samples) if "client" in arrays else ((), None)
+        labels, _ = number_labels(name, as_vector(arrays["y"]))
+        client_names, _ = number_clients(name, arrays["client"], samples) if "client" in arrays else ((), None)
     return Info(name, samples, tuple(shape), len(labels), True, len(client_names))
 
 
@@ -135,10 +96,17 @@ def store(name: str, arrays: Mapping[str, NDArray[Any]], folder: Path) -> Datase
     """Check arrays and store them in the folder under a name; an existing dataset is never overwritten."""
     target = new_dataset_path(name, folder)
     dataset = parse(name, arrays)
-    y = np.array(dataset.labels)[dataset.y]
-    kept: dict[str, Any] = {"x": dataset.x, "y": y, "n_train": np.int64(dataset.n_train)}
+    kept: dict[str, Any] = {"n_train": np.int64(dataset.n_train)}
+    if dataset.vocabulary:
+        kept |= {"tokens": arrays["tokens"], "vocabulary": np.int64(dataset.vocabulary)}
+    else:
+        kept["x"] = dataset.x
+    if not dataset.every_position:
+        kept["y"] = np.array(dataset.labels)[dataset.y]
+    if dataset.test is not None:
+        kept["test"] = dataset.test
     if "client" in arrays:
-        kept["client"] = _as_vector(arrays["client"])
+        kept["client"] = as_vector(arrays["client"])
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -148,124 +116,26 @@ def store(name: str, arrays: Mapping[str, NDArray[Any]], folder: Path) -> Datase
     return dataset
 
 
-def new_dataset_path(name: str, folder: Path) -> Path:
-    """Return the path for a new dataset; a name that is invalid or taken is a user error."""
-    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name) or len(name) > _MAX_NAME_LENGTH:
+def check_name(name: str) -> None:
+    """Refuse what cannot name a dataset."""
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name) or len(name) > _MAX_NAME_LENGTH:
         raise FedobpError(
             f"'{short(name)}' cannot name a dataset: use lower-case letters, digits, '-', '_' and '.', at most "
             f"{_MAX_NAME_LENGTH} of them"
         )
     if name == EMBEDDED:
         raise FedobpError(f"dataset '{name}' is built in: import under another name")
+
+
+def new_dataset_path(name: str, folder: Path) -> Path:
+    """Return the path for a new dataset; a name that is invalid or taken is a user error."""
+    check_name(name)
     target = folder / f"{name}.npz"
     if os.path.lexists(target):
         raise FedobpError(
             f"dataset '{name}' exists already: import under another name, or remove {short(target, 200)} first"
         )
     return target
-
-
-def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
-    """Check arrays `x`, `y` and optionally `n_train` and `client`, and return them as a dataset."""
-    _check_shapes(name, {key: np.shape(array) for key, array in arrays.items()})
-    x, y = arrays["x"], _as_vector(arrays["y"])
-    if x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[3] > 4:
-        raise FedobpError(
-            f"dataset '{name}' has x of shape {x.shape}, which has its channels first: they must come last, as in "
-            "x.transpose(0, 2, 3, 1)"
-        )
-    if x.dtype != np.uint8:
-        if x.dtype.kind != "f":
-            raise FedobpError(f"dataset '{name}' has x of type {short(x.dtype)}: convert it to uint8 or float32")
-        with (
-            memory_guard(f"dataset '{name}'", 5 * x.size),
-            np.errstate(over="ignore"),
-        ):  # float32 copy and the mask of finite values
-            x = x.astype(np.float32, copy=False)
-            finite = np.isfinite(x).all()
-        if not finite:
-            raise FedobpError(f"dataset '{name}' has NaN or infinite values in x: remove or replace those samples")
-    facts = REGISTRY.get(name)
-    if facts and x.shape[1:] not in (facts.shape, (*facts.shape, 1)):
-        raise FedobpError(
-            f"dataset '{name}' has samples of shape {x.shape[1:]}, and {name} has {facts.shape}: import it under "
-            "another name"
-        )
-    labels, numbered = _labels(name, y)
-    given = np.asarray(arrays.get("n_train", 0))
-    if given.dtype.kind not in "iu" or given.size != 1:
-        raise FedobpError(f"dataset '{name}' has an n_train that is no whole number: give 0 where it is not known")
-    n_train = int(given.item())
-    if not 0 <= n_train <= len(y):
-        raise FedobpError(f"dataset '{name}' has n_train {n_train} of {len(y)} samples: give 0 where it is not known")
-    client_names, clients = _clients(name, arrays["client"], len(y)) if "client" in arrays else ((), None)
-    return Dataset(name, x, numbered, labels, n_train, clients, client_names)
-
-
-def _check_shapes(name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise a user error if arrays of these shapes cannot form a dataset."""
-    for key in ("x", "y"):
-        if key not in shapes:
-            found = short(", ".join(shapes) or "nothing", 200)
-            raise FedobpError(f"dataset '{name}' has no array '{key}' (it has {found}): save x and y with np.savez")
-    x, y = shapes["x"], shapes["y"]
-    column = len(y) == 1 or (len(y) == 2 and y[1] == 1)
-    if len(x) not in (2, 3, 4) or not column or x[0] != y[0] or 0 in x:
-        raise FedobpError(
-            f"dataset '{name}' has x of shape {short(x)} and y of shape {short(y)}: x must be [N, features], "
-            "[N, H, W] or [N, H, W, channels], and y [N]"
-        )
-
-
-def _as_vector(column: NDArray[Any]) -> NDArray[Any]:
-    return column[:, 0] if column.ndim == 2 and column.shape[1] == 1 else column
-
-
-def _labels(name: str, y: NDArray[Any]) -> tuple[tuple[str | int, ...], NDArray[np.int64]]:
-    """Return the label names (all of a registered dataset, else those that occur) and each sample's label number."""
-    y = _check_names(name, "labels", "y", y)
-    if name in REGISTRY:
-        classes = REGISTRY[name].classes
-        low, high = (min(y), max(y)) if y.dtype.kind == "U" else (y.min(), y.max())
-        if y.dtype.kind == "U" or low < 0 or high >= classes:
-            raise FedobpError(
-                f"dataset '{name}' has labels from {short(low)} to {short(high)}, and {name} has 0 to {classes - 1}: "
-                "import it under another name"
-            )
-        return tuple(range(classes)), y
-    occurring, numbered = np.unique(y, return_inverse=True)
-    if len(occurring) < 2:
-        raise FedobpError(f"dataset '{name}' has only the label {short(occurring[0])}: there is nothing to learn")
-    return tuple(occurring.tolist()), numbered.astype(np.int64)
-
-
-def _clients(name: str, client: NDArray[Any], samples: int) -> tuple[tuple[str, ...], NDArray[np.int64]]:
-    """Return the names of client 0, 1, ... and each sample's client."""
-    client = _as_vector(client)
-    if client.shape != (samples,):
-        raise FedobpError(f"dataset '{name}' has client of shape {client.shape} and {samples} samples: it must be [N]")
-    occurring, numbered = np.unique(_check_names(name, "clients", "client", client), return_inverse=True)
-    return tuple(map(str, occurring.tolist())), numbered.astype(np.int64)
-
-
-def _check_names(name: str, what: str, key: str, values: NDArray[Any]) -> NDArray[Any]:
-    """Return names as texts or as signed 64-bit integers; other types are a user error."""
-    if values.dtype.kind == "U":
-        native = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
-        if native.view(np.uint32).max(initial=0) > sys.maxunicode:
-            raise FedobpError(f"dataset '{name}' has names in {key} that are no text: save it again")
-        if not np.char.strip(values).all():
-            raise FedobpError(f"dataset '{name}' has samples without a name in {key}: name them, or leave them out")
-        return values
-    if values.dtype.kind not in "iu":
-        raise FedobpError(
-            f"dataset '{name}' has {what} of type {short(values.dtype)}: {key} must hold integers or texts"
-        )
-    if values.size and values.max() > np.iinfo(np.int64).max:
-        raise FedobpError(
-            f"dataset '{name}' has a number of {values.max()} in {key}: it must fit into 64 bits with a sign"
-        )
-    return values.astype(np.int64)
 
 
 def _find(name: str, folder: Path) -> Path | None:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
 
-from fedobp.data.datasets import Dataset
+from fedobp.data.dataset import Dataset
 from fedobp.data.partition import TEST_SHARE
 from fedobp.data.partitioners import MIN_SAMPLES
 from fedobp.data.registry import REGISTRY

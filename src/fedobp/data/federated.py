@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedobp.data.datasets import Dataset
+from fedobp.data.dataset import Dataset
 from fedobp.data.free_memory import require_free_memory
 from fedobp.data.normalization import normalization_constants, normalization_for
 from fedobp.data.partition import Shard
@@ -51,6 +51,7 @@ class FederatedData:
         )  # the permuted copy of colour images
         # Images become [N, C, H, W], tables stay [N, features]: the channel or feature axis is the second one.
         self.x = (x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2) if x.ndim == 4 else x).contiguous()
+        self.vocabulary, self.every_position = dataset.vocabulary, dataset.every_position
         self.x, self.y = self.x.to(device), torch.as_tensor(dataset.y).to(device)
         self.dtype, self.classes = dtype, dataset.classes
         self.storage_key = object()  # the same for all partitions of these samples in memory
@@ -67,10 +68,11 @@ class FederatedData:
         self.clients = len(shards)
         self.trainers = sum(not shard.held_out for shard in shards)  # trainers come first; held-out clients never train
         self._index = {split: _Index([getattr(shard, split) for shard in shards], device) for split in _SPLITS}
-        counts = [np.bincount(dataset.y[shard.train], minlength=self.classes) for shard in shards]
+        counts = [np.bincount(dataset.y[shard.train].ravel(), minlength=self.classes) for shard in shards]
         self.label_counts = torch.as_tensor(np.stack(counts)).to(device)  # [clients, classes], of the training splits
         train_ids = np.concatenate([shard.train for shard in shards[: self.trainers]])
-        self.unit, mean, std = normalization_constants(dataset, train_ids, normalization_for(dataset.name, normalize))
+        normalize = normalization_for(dataset.name, normalize, tokens=bool(dataset.vocabulary))
+        self.unit, mean, std = normalization_constants(dataset, train_ids, normalize)
         axes = (1, -1, *[1] * (self.x.ndim - 2))
         self._labels = dataset.labels
         self.mean, self.std = (torch.as_tensor(v, dtype=self.dtype, device=device).reshape(axes) for v in (mean, std))
@@ -103,7 +105,9 @@ class FederatedData:
         return index.ids[: sum(index.sizes[: self.trainers])]
 
     def samples(self, ids: Tensor) -> Tensor:
-        """Return samples' normalized inputs."""
+        """Return samples' normalized inputs; tokens stay as they are."""
+        if self.vocabulary:
+            return self.x[ids].long()
         return ((self.x[ids].to(self.dtype) / self.unit) - self.mean) / self.std
 
     def inputs(self, client: int, split: Split) -> Tensor:
@@ -111,7 +115,7 @@ class FederatedData:
         return self.samples(self._index[split][client])
 
     def targets(self, client: int, split: Split) -> Tensor:
-        """Return a client's labels."""
+        """Return a client's labels, [samples], or [samples, length] where every next token is one."""
         return self.y[self._index[split][client]]
 
     def counts(self, client: int) -> Tensor:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedobp.data.datasets import EMBEDDED, Info, describe, store
+from fedobp.data.dataset import Info
+from fedobp.data.datasets import EMBEDDED, describe, store
 from fedobp.data.free_memory import memory_guard
 from fedobp.data.sources import SOURCES, File, installed, read
 from fedobp.errors import FedobpError, short, unknown

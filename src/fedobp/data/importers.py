@@ -7,7 +7,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from fedobp.data.columns import numbers_or_texts
-from fedobp.data.datasets import Dataset, new_dataset_path, store
+from fedobp.data.dataset import Dataset
+from fedobp.data.datasets import new_dataset_path, store
 from fedobp.data.free_memory import memory_guard
 from fedobp.data.images import read_images
 from fedobp.data.npz import read_npz

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedobp.data.datasets import Dataset
+from fedobp.data.dataset import Dataset
 from fedobp.data.registry import REGISTRY
 from fedobp.errors import FedobpError, unknown
 
@@ -26,10 +26,17 @@ class Normalization(NamedTuple):
     std: NDArray[np.float64]
 
 
-def normalization_for(name: str, given: str | None = None) -> str:
-    """Return the normalization of a dataset: the given one, else `dataset` if it has constants, else `train`."""
+def normalization_for(name: str, given: str | None = None, *, tokens: bool = False) -> str:
+    """Return the normalization of a dataset: the given one, else `dataset` if it has constants, else `train`.
+
+    Tokens are never scaled: `none`.
+    """
     facts = REGISTRY.get(name)
     constants = facts is not None and bool(facts.mean)
+    if tokens:
+        if given not in (None, "none"):
+            raise FedobpError(f"--normalize {given} scales inputs, and those of '{name}' are tokens: leave it out")
+        return "none"
     if given is None:
         return "dataset" if constants else "train"
     if given not in NORMALIZATIONS:
@@ -50,13 +57,13 @@ def normalization_for(name: str, given: str | None = None) -> str:
 def normalization_constants(dataset: Dataset, train_ids: NDArray[np.int64], normalize: str) -> Normalization:
     """Return the constants of a normalization; `train_ids` are all clients' training samples, used by `train`."""
     facts = REGISTRY.get(dataset.name)
-    stored_as_bytes = dataset.x.dtype == np.uint8
+    stored_as_bytes = dataset.x.dtype == np.uint8 and not dataset.vocabulary
     unit = 255.0 if stored_as_bytes or (facts and facts.mean and dataset.x.max() > 1) else 1.0
     if normalize == "train":
         mean, std = _mean_and_std(dataset.x, np.sort(train_ids))
         return Normalization(unit, mean / unit, np.where(std > 0, std / unit, 1.0))
     if normalize == "none" or facts is None:
-        channels = dataset.x.shape[-1] if dataset.x.ndim != 3 else 1
+        channels = 1 if dataset.vocabulary or dataset.x.ndim == 3 else dataset.x.shape[-1]
         return Normalization(unit, np.zeros(channels), np.ones(channels))
     factor = facts.published_factor if normalize == "as-published" else 1.0
     return Normalization(unit, np.array(facts.mean) * factor, np.array(facts.std) * factor)

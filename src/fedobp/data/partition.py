@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.random import default_rng
+from numpy.typing import NDArray
 
-from fedobp.data.datasets import Dataset
-from fedobp.data.partitioners import PARTITIONERS, UNCHANGED, Indices, InputChange, PartitionTask
-from fedobp.errors import FedobpError, unknown
+from fedobp.data.dataset import Dataset
+from fedobp.data.partitioner_registry import GivenPartitioner, assigned, partitioner
+from fedobp.data.partitioners import UNCHANGED, Indices, InputChange, PartitionTask
+from fedobp.errors import FedobpError
 from fedobp.options import Option
 
 TEST_SHARE = 0.25
@@ -34,34 +36,46 @@ def partition(
     y: Indices,
     clients: int,
     *,
-    kind: str = "dirichlet",
+    kind: GivenPartitioner = "dirichlet",
     options: Mapping[str, Option] | None = None,
     alpha: float = 0.1,
     seed: int = 42,
     val_ratio: float = 0.0,
     holdout: int = 0,
     natural: Indices | None = None,
+    test: NDArray[np.bool_] | None = None,
 ) -> list[Shard]:
     """Return each client's shard: a quarter of its samples for test, the rest for training.
 
     Validation samples are taken from the training split, so the test split is the same at every `val_ratio`. Held-out
-    clients are drawn by the seed and come last; the assignment of samples does not depend on their number.
+    clients are drawn by the seed and come last; the assignment of samples does not depend on their number. Natural
+    clients keep the `test` samples that the data gives them.
     """
-    if kind not in PARTITIONERS:
-        raise unknown("partition", kind, PARTITIONERS)
-    partitioner, task = PARTITIONERS[kind].configure(options or {}), PartitionTask(y, clients, alpha, seed, natural)
+    made, task = partitioner(kind).configure(options or {}), PartitionTask(y, clients, alpha, seed, natural)
+    if made.by_label and y.ndim > 1:
+        raise FedobpError(
+            f"--partition {made.name} assigns samples by their label, and these predict every next token: use "
+            "--partition natural, iid or quantity"
+        )
+    given = test if made.name == "natural" else None
     shards = [
-        _split(indices, val_ratio, change)
-        for indices, change in zip(partitioner.assign(task), partitioner.input_changes(task), strict=True)
+        _split(indices, val_ratio, change, given)
+        for indices, change in zip(assigned(made, task), made.input_changes(task), strict=True)
     ]
+    if not any(len(shard.train) for shard in shards):
+        raise FedobpError("no client has a sample to train on: use fewer --clients or more data")
     return _held_out(shards, holdout, seed)
 
 
-def _split(indices: Indices, val_ratio: float, change: InputChange) -> Shard:
-    n_test = int(TEST_SHARE * len(indices))
-    rest = indices[n_test:]
+def _split(indices: Indices, val_ratio: float, change: InputChange, given: NDArray[np.bool_] | None) -> Shard:
+    """Split a client's samples; those for test are `given`, or the first quarter."""
+    if given is None:
+        n_test = int(TEST_SHARE * len(indices))
+        test, rest = indices[:n_test], indices[n_test:]
+    else:
+        test, rest = indices[given[indices]], indices[~given[indices]]
     n_val = int(val_ratio * len(rest))
-    return Shard(train=rest[n_val:], val=rest[:n_val], test=indices[:n_test], change=change)
+    return Shard(train=rest[n_val:], val=rest[:n_val], test=test, change=change)
 
 
 def _held_out(shards: Sequence[Shard], count: int, seed: int) -> list[Shard]:
@@ -78,6 +92,8 @@ def with_client_inputs(dataset: Dataset, shards: Sequence[Shard]) -> Dataset:
     """Return the dataset with each client's input change applied: the dataset itself if there is none, else a copy."""
     if all(shard.change == UNCHANGED for shard in shards):
         return dataset
+    if dataset.vocabulary:
+        raise FedobpError(f"'{dataset.name}' has tokens, which cannot be changed: choose another --partition")
     x, images = np.array(dataset.x), dataset.x.ndim > 2
     if any(shard.change.turns for shard in shards) and not (images and x.shape[1] == x.shape[2]):
         raise FedobpError(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedobp.data.datasets import Dataset
+from fedobp.data.dataset import Dataset
 from fedobp.data.free_memory import memory_guard
 from fedobp.data.npz import read_npz
 from fedobp.data.partition import Shard
@@ -46,16 +46,16 @@ def save_partition(name: Path, dataset: Dataset, shards: Sequence[Shard], settin
         raise unwritable(files[0].parent, error) from error
     arrays: dict[str, Any] = _to_arrays(shards)
     fingerprint = _fingerprint(dataset)
-    content_hash = _content_hash(fingerprint, arrays)
+    found = _content_hash(fingerprint, arrays)
     with atomic_write(files[0]) as file:
         np.savez(file, **arrays)
     metadata = {"name": dataset.name, "samples": len(dataset.y), "fingerprint": fingerprint}
     try:
-        write_json(files[1], {"hash": content_hash, "dataset": metadata, "settings": dict(settings)})
+        write_json(files[1], {"hash": found, "dataset": metadata, "settings": dict(settings)})
     except FedobpError:
         files[0].unlink()
         raise
-    return content_hash
+    return found
 
 
 def partition_settings(name: Path) -> dict[str, Any]:

@@ -51,6 +51,7 @@ class Partitioner(Options):
     """Base class of all partitioners; dataclass fields are options."""
 
     kind: ClassVar[str] = "partition"
+    by_label: ClassVar[bool] = False  # whether it needs one label a sample
 
     def assign(self, task: PartitionTask) -> list[Indices]:
         """Return each client's samples, in random order."""
@@ -59,6 +60,11 @@ class Partitioner(Options):
     def input_changes(self, task: PartitionTask) -> list[InputChange]:
         """Return each client's input change."""
         return [UNCHANGED] * task.clients
+
+    @classmethod
+    def changes_inputs(cls) -> bool:
+        """Return whether clients' inputs may change, so that partitions cannot share samples."""
+        return cls.input_changes is not Partitioner.input_changes
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ class Dirichlet(Partitioner):
     """
 
     name: ClassVar[str] = "dirichlet"
+    by_label: ClassVar[bool] = True
 
     def assign(self, task: PartitionTask) -> list[Indices]:
         """Draw until every client has enough samples."""
@@ -121,6 +128,7 @@ class DirichletEqual(Partitioner):
     """
 
     name: ClassVar[str] = "dirichlet-equal"
+    by_label: ClassVar[bool] = True
 
     def assign(self, task: PartitionTask) -> list[Indices]:
         """Draw label distributions, then samples from them until all are assigned."""
@@ -168,6 +176,7 @@ class Shards(Partitioner):
     """
 
     name: ClassVar[str] = "shards"
+    by_label: ClassVar[bool] = True
 
     per_client: int = option(2, "shards per client; 2 is McMahan et al.'s", low=1, high=10**6)
 
@@ -192,6 +201,7 @@ class Classes(Partitioner):
     """
 
     name: ClassVar[str] = "classes"
+    by_label: ClassVar[bool] = True
 
     k: int = option(2, "labels per client", low=1, high=10**6)
 

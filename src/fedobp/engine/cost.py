@@ -4,13 +4,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedobp.engine.probe import vectorises
 from fedobp.engine.stack import Forward
 from fedobp.errors import FedobpError
-from fedobp.models import Model
+from fedobp.models import Model, sample_losses
 
 
 class Cost(NamedTuple):
@@ -31,7 +30,7 @@ def cost(model: Model, forward: Forward, batch: int, dtype: torch.dtype) -> Cost
         name: torch.zeros(1, *shape, dtype=dtype, requires_grad=True)
         for name, shape in zip(model.layout.names, model.layout.shapes, strict=True)
     }
-    x = torch.zeros(1, batch, *model.shape, dtype=dtype)
+    x = model.zeros(1, batch, dtype=dtype)
     saved: dict[int, int] = {}
 
     def record(tensor: Tensor) -> Tensor:
@@ -41,7 +40,8 @@ def cost(model: Model, forward: Forward, batch: int, dtype: torch.dtype) -> Cost
 
     counter = FlopCounterMode(display=False)
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor), counter:
-        loss = functional.cross_entropy(forward(tensors, x).flatten(0, 1), torch.zeros(batch, dtype=torch.int64))
+        logits = forward(tensors, x)
+        loss = sample_losses(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64), axes=2).mean()
         torch.autograd.grad(loss, list(tensors.values()), materialize_grads=True)
     itemsize = loss.element_size()
     # Model-sized: weights, gradients, momentum, and a mask or anchor. Activations: the saved tensors, and as much

@@ -20,7 +20,8 @@ def global_gradient(model: Model, data: FederatedData, precision: Precision, the
     ids = data.pooled_ids("train")
 
     def total(one: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return functional.cross_entropy(model.logits(one, x), y, reduction="sum")
+        logits, positions = model.logits(one, x), y[0].numel()
+        return functional.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="sum") / positions
 
     slope = vmap(grad(total), in_dims=(0, None, None))
     gradient = torch.zeros_like(theta)

@@ -23,10 +23,10 @@ def vectorises(model: Model) -> str | None:
     theta = torch.zeros(2, model.layout.size)
 
     def inputs() -> Tensor:  # new ones: a module may change them
-        return torch.zeros(2, 2, *model.shape)
+        return model.zeros(2, 2)
 
     def loss(theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits, seen = model.trained(theta, x, x.new_ones(2)) if has_statistics else (model.logits(theta, x), theta)
+        logits, seen = model.trained(theta, x, theta.new_ones(2)) if has_statistics else (model.logits(theta, x), theta)
         return logits.sum(), seen
 
     try:

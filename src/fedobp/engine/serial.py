@@ -17,7 +17,7 @@ from fedobp.data import Split
 from fedobp.engine.batch_order import batches, step_key, subset
 from fedobp.engine.client_pool import PoolJob
 from fedobp.engine.failures import caught, refuse_batch_norm, without_failures
-from fedobp.engine.precision import autocast, deterministic, serial_threads
+from fedobp.engine.precision import autocast, deterministic, dtype_of, serial_threads
 from fedobp.engine.protocol import Counters, PersonalModels, Prepared
 from fedobp.keys import Purpose, fold
 from fedobp.method import Batch, Client, CohortUpdate, Sweep, Train
@@ -89,7 +89,7 @@ class Serial:
                 self._model.load(module, vector)
                 logits = partial(job.predict, self._model, take(scratch, at)) if job.predict and scratch else module
                 parts = job.clients.data.inputs(client, split).split(_TEST_BATCH)
-                found.append(torch.cat([logits(part).argmax(dim=1) for part in parts]).cpu())
+                found.append(torch.cat([logits(part).argmax(dim=-1) for part in parts]).cpu())
         return found
 
     def _run(self, job: PoolJob, client: int, position: int, purpose: Purpose) -> tuple[Client, Tensor]:
@@ -97,7 +97,8 @@ class Serial:
         clients, like = job.clients, job.clients.data.mean
         hparams = {name: like.new_tensor(value) for name, value in job.hparams.items()}
         counts = clients.data.counts(client)
-        about = {"n": counts.sum(), "counts": counts, "steps": torch.zeros_like(counts.sum())}
+        n = counts.new_tensor(clients.data.size(client, "train"))
+        about = {"n": n, "counts": counts, "steps": torch.zeros_like(n)}
         download = mask_unsent(take(job.download, position))
         one = Client(clients.state[client], download, scratch={}, upload={}, hparams=hparams, data=about)
         key = fold(clients.seed, job.ctx.round, client, purpose)
@@ -124,11 +125,12 @@ class Serial:
         self, key: Tensor, x: Tensor, y: Tensor, epochs: Iterable[int], size: int, smallest: int = 2, begun: int = 0
     ) -> Iterator[Batch]:
         """Yield a client's batches, epoch by epoch."""
-        step = count(begun)
+        step, dtype = count(begun), x.dtype if x.is_floating_point() else dtype_of(self._precision)
         for epoch in epochs:
             for at, picked in enumerate(batches(fold(key, epoch), len(y), size, y.device, smallest)):
                 when = y.new_tensor(next(step)), y.new_tensor(epoch)
-                yield Batch(x[picked], y[picked], x.new_ones(len(picked)), step_key(key, epoch, at).to(y.device), *when)
+                weight = torch.ones(len(picked), dtype=dtype, device=y.device)
+                yield Batch(x[picked], y[picked], weight, step_key(key, epoch, at).to(y.device), *when)
 
     def _sweep(self, client: Client, phase: Sweep, key: Tensor, x: Tensor, y: Tensor) -> Client:
         """Run a method's function on a client's batches."""
@@ -177,7 +179,7 @@ def sgd(
         optimizer.zero_grad()
         before = [one.clone() for one in statistics]
         if phase.loss is None:
-            loss = functional.cross_entropy(module(batch.x), batch.y)
+            loss = functional.cross_entropy(module(batch.x).flatten(0, -2), batch.y.flatten())
         else:
             loss = phase.loss(model, client.set(**vectors), batch)
         loss.backward()

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fedobp.data import FederatedData
 from fedobp.engine.stack import Forward
-from fedobp.models import Layout
+from fedobp.models import Layout, sample_losses
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,8 @@ def training(data: FederatedData, learned: Collection[str], layout: Layout, forw
 
         def step(current: Mapping[str, Tensor]) -> None:
             ids, counts = current["ids"], current["counts"]
-            logits = forward(tensors, scaled(data, ids, mean, std)).to(total.dtype).flatten(0, 1)
-            each = functional.cross_entropy(logits, data.y[ids].flatten(), reduction="none").view(ids.shape)
+            logits = forward(tensors, scaled(data, ids, mean, std)).to(total.dtype)
+            each = sample_losses(logits, data.y[ids], axes=2)
             real = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
             loss = (each * real).sum(dim=1) / counts.clamp(min=1)
             with torch.no_grad():
@@ -146,6 +145,8 @@ def training(data: FederatedData, learned: Collection[str], layout: Layout, forw
 
 
 def scaled(data: FederatedData, ids: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Return the inputs of samples [lanes, batch], scaled by each lane's constants."""
+    """Return the inputs of samples [lanes, batch], scaled by each lane's constants; tokens are not scaled."""
     x: Tensor = data.x[ids.flatten()].unflatten(0, ids.shape)
+    if data.vocabulary:
+        return x.long()
     return ((x.to(mean.dtype) / data.unit) - mean) / std

@@ -157,7 +157,7 @@ class Evaluator:
         if keep:
             for client, theta, mine in zip(ids, served.theta, served.mine, strict=True):
                 keep(client, theta, mine)
-        samples = int(self._label_counts[ids].sum())
+        samples = sum(self._clients.data.size(client, "train") for client in ids)
         return Counts(found, torch.stack(by_tensor, dim=1).cpu(), served.processed, samples)
 
     def _personalize(self, job: PoolJob) -> PersonalModels:

@@ -30,7 +30,7 @@ class ClientCounts(NamedTuple):
 
 def count(predicted: Tensor, targets: Tensor, label_counts: Tensor) -> ClientCounts:
     """Compare one client's predictions with its targets; `label_counts` are its labels' frequencies in training."""
-    predicted, targets, label_counts = predicted.cpu(), targets.cpu(), label_counts.cpu()
+    predicted, targets, label_counts = predicted.cpu().flatten(), targets.cpu().flatten(), label_counts.cpu()
     classes = len(label_counts)
     # Ties for the most frequent label go to the lowest one (argmax's own choice is not defined).
     majority = int((label_counts == label_counts.max()).nonzero()[0])

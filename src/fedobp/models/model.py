@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedobp.errors import FedobpError, unknown
+from fedobp.errors import FedobpError, first_line
 from fedobp.models.batch_norm import (
     PureBatchNorm,
     batch_norm_layers,
@@ -18,17 +18,33 @@ from fedobp.models.batch_norm import (
     with_pure_batch_norm,
 )
 from fedobp.models.layout import Layout
-from fedobp.models.networks import NETS
 from fedobp.models.per_sample import RecordingLinear, linear_layers, with_recording
+from fedobp.models.registry import Network, network, network_options, token_arguments
+from fedobp.options import Option
+from fedobp.plugins import attributing_errors, label
 
 
 class Model:
-    """A network for inputs of one shape: its layout, its initial vector, and ordinary modules on demand."""
+    """A network for inputs of one shape: its layout, its initial vector, and ordinary modules on demand.
 
-    def __init__(self, name: str, shape: Sequence[int], classes: int) -> None:
-        if name not in NETS:
-            raise unknown("model", name, NETS)
-        self.name, self.shape, self.classes = name, tuple(shape), classes
+    `given` is the name of a network, a reference to a function, or that function. Inputs with a `vocabulary` are tokens
+    below it; with `every_position`, the network predicts a label for each of them.
+    """
+
+    def __init__(
+        self,
+        given: str | Network,
+        shape: Sequence[int],
+        classes: int,
+        options: Mapping[str, Option] | None = None,
+        *,
+        vocabulary: int = 0,
+        every_position: bool = False,
+    ) -> None:
+        self.name, self.build, self.shape, self.classes = label(given), network(given), tuple(shape), classes
+        self.vocabulary, self.every_position = vocabulary, every_position
+        self._arguments = network_options(given).check_options(options or {})
+        self._arguments |= token_arguments(given, vocabulary, every_position)
         try:
             module = self._build(seed=0)
         except RuntimeError as error:
@@ -36,11 +52,11 @@ class Model:
                 raise
             size = "x".join(map(str, self.shape))
             raise FedobpError(
-                f"model '{name}' for inputs of shape {size} needs more memory than there is: choose another --model, "
-                "or import smaller inputs"
+                f"model '{self.name}' for inputs of shape {size} needs more memory than there is: choose another "
+                "--model, or import smaller inputs"
             ) from error
         self._check(module)
-        self.linear = linear_layers(module, torch.zeros(2, *self.shape))
+        self.linear = linear_layers(module, self.zeros(2))
         self.structure, self._threads = with_pure_batch_norm(module), threading.local()
         tensors = _tensors(module)
         self.layout = Layout(tuple(tensors), tuple(tuple(tensor.shape) for tensor in tensors.values()))
@@ -49,10 +65,17 @@ class Model:
         # Default initialisation draws from torch's global generator: seed it, and restore its state afterwards.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            return NETS[self.name](self.shape, self.classes)
+            with attributing_errors("model", self.name, self.build):
+                return self.build(self.shape, self.classes, **self._arguments)
+
+    def zeros(self, *leading: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return inputs of the network that are zero; tokens are whole numbers, whatever the type."""
+        return torch.zeros(*leading, *self.shape, dtype=torch.int64 if self.vocabulary else dtype)
 
     def _check(self, module: nn.Module) -> None:
         """Raise an error for modules that a flat vector with keyed randomness cannot represent."""
+        if not isinstance(module, nn.Module):
+            raise FedobpError(f"model '{self.name}' returns no torch module, but a {type(module).__name__}")
         if not any(Layout.in_head(name) for name, _ in module.named_parameters()):
             raise FedobpError(f"model '{self.name}' has no layer called `classifier`: name its last layer so")
         norms = dict(batch_norm_layers(module))
@@ -64,10 +87,17 @@ class Model:
             )
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             before = torch.get_rng_state()
-            try:
-                module(torch.zeros(2, *self.shape))
-            except RuntimeError as error:
-                raise FedobpError(f"model '{self.name}' does not take inputs of shape {self.shape}: {error}") from error
+            with attributing_errors("model", self.name, self.build):
+                try:
+                    logits = module(self.zeros(2))
+                except RuntimeError as error:
+                    raise FedobpError(
+                        f"model '{self.name}' does not take inputs of shape {self.shape}: {first_line(error)}"
+                    ) from error
+            wanted = (2, *(self.shape if self.every_position else ()), self.classes)
+            if not isinstance(logits, Tensor) or tuple(logits.shape) != wanted:
+                got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+                raise FedobpError(f"model '{self.name}' returns {got} for two inputs, and not logits of shape {wanted}")
             if not torch.equal(before, torch.get_rng_state()):
                 raise FedobpError(f"model '{self.name}' draws random numbers (dropout?), which no run could repeat")
 

@@ -4,26 +4,15 @@ Inputs are [B, C, H, W], [B, features], or tokens [B, length].
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 from torch import nn
 
 from fedobp.errors import FedobpError, short
+from fedobp.models.registry import register
 
-Build = Callable[..., nn.Module]  # of (input shape, classes), and options by name
-NETS: dict[str, Build] = {}
 _LARGEST = 4_096  # of an option: larger networks are asked for by mistake
-
-
-def register(name: str) -> Callable[[Build], Build]:
-    """Register a network under a name: a function of (input shape, classes) that returns a new module."""
-
-    def add(build: Build) -> Build:
-        NETS[name] = build
-        return build
-
-    return add
 
 
 def image_shape(name: str, shape: Sequence[int], smallest: int) -> tuple[int, int, int]:

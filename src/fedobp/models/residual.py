@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedobp.models.networks import image_shape, register
+from fedobp.models.networks import image_shape
+from fedobp.models.registry import register
 
 Norm = Callable[[int], nn.Module]
 

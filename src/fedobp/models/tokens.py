@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedobp.errors import FedobpError
-from fedobp.models.networks import check_sizes, register
+from fedobp.models.networks import check_sizes
+from fedobp.models.registry import register
 
 
 def _length(name: str, shape: Sequence[int]) -> int:

@@ -8,11 +8,12 @@ from numpy.typing import NDArray
 
 from fedobp.config import Config
 from fedobp.data import Dataset, Shard
+from fedobp.plugins import label
 
 
 def label_counts(dataset: Dataset, shards: Sequence[Shard]) -> NDArray[np.int64]:
     """Return [clients, labels]: the samples of each label on each client, all parts together."""
-    return np.stack([np.bincount(dataset.y[shard.samples], minlength=dataset.classes) for shard in shards])
+    return np.stack([np.bincount(dataset.y[shard.samples].ravel(), minlength=dataset.classes) for shard in shards])
 
 
 class LabelSkew(NamedTuple):
@@ -64,7 +65,7 @@ def partition_summary(dataset: Dataset, shards: Sequence[Shard]) -> dict[str, An
 
 def partition_title(config: Config) -> str:
     """Return one line with the dataset, the partition, the number of clients and the seed."""
-    kind = config.partition
+    kind = label(config.partition)
     if kind.startswith("dirichlet"):
         kind += f"({config.alpha:g})"
     elif config.partition_options:

@@ -33,9 +33,8 @@ def test_supported_models_batches_and_precisions(shape, classes, batch, precisio
 
 def test_another_network_under_the_papers_name_is_not_supported(monkeypatch):
     assert not is_supported(Model("mlp", (1, 28, 28), 10), 32, "bf16")
-    model = Model("cnn", (1, 28, 28), 10)
     monkeypatch.setitem(NETS, "cnn", NETS["cnn-small"])
-    assert not is_supported(model, 32, "bf16")
+    assert not is_supported(Model("cnn", (1, 28, 28), 10), 32, "bf16")
 
 
 def test_a_gpu_without_tiles_warns_once(monkeypatch):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from fedobp.models import NETS, Model
+from fedobp.models import Model
 from fedobp.models.networks import cnn
 from fedobp.options import Precision
 
@@ -25,7 +25,7 @@ _TRITON = "3.6"
 def is_supported(model: Model, batch: int, precision: Precision) -> bool:
     """Return whether the kernels support a model, a batch size and a precision."""
     return (
-        (model.name, NETS["cnn"]) == ("cnn", cnn)
+        model.build is cnn
         and model.shape[0] <= 4
         and model.shape[1:] in ((28, 28), (32, 32))
         and 2 <= model.classes <= 128

@@ -46,7 +46,7 @@ class Predictor:
         forward = self._forms[device.type]
         special = partial(job.predict, self._functions.model_on(device)) if job.predict and scratch else None
         sizes = [data.size(client, split) for client in clients.tolist()]
-        found = torch.zeros(len(sizes), max(sizes), dtype=torch.int64, device=device)
+        found = torch.zeros(len(sizes), max(sizes), *data.y.shape[1:], dtype=torch.int64, device=device)
 
         @torch.no_grad()
         def test(rows: Sequence[int]) -> None:
@@ -72,7 +72,7 @@ class Predictor:
                         logits = vmap(special)({name: values[:lanes] for name, values in mine.items()}, x)
                 else:
                     logits = forward({name: tensor[:lanes] for name, tensor in tensors.items()}, x)
-                found[there[:lanes], start : start + width] = logits.argmax(dim=2)
+                found[there[:lanes], start : start + width] = logits.argmax(dim=-1)
 
         longest_first = sorted(range(len(sizes)), key=lambda row: -sizes[row])
         stacks = self._workers.stacks(longest_first, theta, _TEST_BATCH, plain=special is None)

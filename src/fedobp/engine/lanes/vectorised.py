@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
-from torch.nn import functional
 from torch.utils import _pytree as trees
 
 from fedobp.data import FederatedData
@@ -78,7 +77,7 @@ class Vectorised:
                 client = Client(**{**parts, "scratch": {**parts["scratch"], **learned}}, upload={})
                 return loss_of(model, client, batch), ()
             logits, statistics = model.trained(learned[first], batch.x, batch.weight)
-            return batch.mean(functional.cross_entropy(logits, batch.y, reduction="none")), statistics
+            return batch.cross_entropy(logits), statistics
 
         step_of: Callable[..., Any] = vmap(grad_and_value(one, has_aux=True))
         if loss_of is not None:
@@ -220,7 +219,7 @@ def batch_of(data: FederatedData, scaling: Tensors, current: Tensors) -> Batch:
     ids = current["ids"]
     x = scaled(data, ids, **scaling)
     real = torch.arange(ids.shape[1], device=ids.device) < current["counts"].clamp(min=1)[:, None]
-    return Batch(x, data.y[ids], real.to(x.dtype), current["key"], current["step"], current["epoch"])
+    return Batch(x, data.y[ids], real.to(data.dtype), current["key"], current["step"], current["epoch"])
 
 
 def first_lanes(tree: Any, lanes: int) -> Any:

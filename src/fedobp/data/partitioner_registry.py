@@ -1,0 +1,104 @@
+"""Partitioners by name: built-in ones, those of other packages, and functions of the user.
+
+A function takes a `PartitionTask` and returns the sample ids of each client. Its keyword-only parameters with a number
+or a text as default are its options.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fedobp.data.partitioners import PARTITIONERS, Indices, Partitioner, PartitionTask
+from fedobp.errors import FedobpError, short, unknown
+from fedobp.options import options_of
+from fedobp.plugins import attributing_errors, declared, is_reference, label, load_entry_point, load_reference
+
+PartitionFunction = Callable[..., Sequence[Any]]
+GivenPartitioner = str | PartitionFunction | type[Partitioner]
+
+
+def partitioner(given: GivenPartitioner) -> type[Partitioner]:
+    """Return a partitioner by its name, by a reference (`package.module:function`), or of a function or class."""
+    if not isinstance(given, str):
+        return _made(given, label(given))
+    if given in PARTITIONERS:
+        return PARTITIONERS[given]
+    if is_reference(given):
+        return _made(load_reference("partition", given), given)
+    found = declared("fedobp.partitions")
+    if given not in found:
+        raise unknown("partition", given, partitioner_names())
+    return _made(load_entry_point("partition", given, found[given], _problem, built_in=given in PARTITIONERS), given)
+
+
+def partitioner_names() -> list[str]:
+    """Return the names of all partitioners, also of those in other packages, which are not loaded here."""
+    return list(dict.fromkeys([*PARTITIONERS, *declared("fedobp.partitions")]))
+
+
+def assigned(maker: Partitioner, task: PartitionTask) -> list[Indices]:
+    """Return each client's samples; what a partitioner of the user or of another package returns is checked."""
+    owner = getattr(maker, "function", type(maker))
+    with attributing_errors("partition", maker.name, owner):
+        found = maker.assign(task)
+    return found if type(maker) in PARTITIONERS.values() else _checked(found, maker.name, task)
+
+
+def _checked(found: Any, name: str, task: PartitionTask) -> list[Indices]:
+    """Return assigned samples as vectors of ids, or say what is wrong with them."""
+    if not isinstance(found, Sequence | np.ndarray) or len(found) != task.clients:
+        got = f"{len(found)} parts" if isinstance(found, Sequence | np.ndarray) else f"a {type(found).__name__}"
+        raise FedobpError(
+            f"partition '{name}' returns {got} for {task.clients} clients: return a list of sample ids for each client"
+        )
+    parts = []
+    for client, one in enumerate(found):
+        ids = np.asarray(one)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise FedobpError(
+                f"partition '{name}' gives client {client} an array of shape {short(ids.shape)} and type "
+                f"{short(ids.dtype)}: it must be a vector of whole numbers, the ids of its samples"
+            )
+        parts.append(ids.astype(np.int64))
+    ids = np.concatenate(parts)
+    if not len(ids):
+        raise FedobpError(f"partition '{name}' gives no client a sample")
+    if ids.min() < 0 or ids.max() >= len(task.y):
+        wrong = ids[(ids < 0) | (ids >= len(task.y))][0]
+        raise FedobpError(f"partition '{name}' assigns sample {wrong}, and samples are 0 to {len(task.y) - 1}")
+    times = np.bincount(ids)
+    if times.max() > 1:
+        raise FedobpError(f"partition '{name}' assigns sample {int(times.argmax())} to {times.max()} clients' parts")
+    return parts
+
+
+def _made(given: Any, name: str) -> type[Partitioner]:
+    """Return a class as it is, and a function as a partitioner whose `assign` calls it."""
+    if problem := _problem(given):
+        raise FedobpError(f"the partition '{name}' {problem}")
+    if isinstance(given, type):
+        own: type[Partitioner] = given
+        return own
+    options = options_of("partition", name, given)
+
+    class Function(Partitioner, options):  # type: ignore[misc, valid-type]
+        """A function of the user."""
+
+        function: ClassVar[Any] = staticmethod(given)
+
+        def assign(self, task: PartitionTask) -> list[Indices]:
+            """Call the function with its options."""
+            found: list[Indices] = given(task, **{spec.name: getattr(self, spec.name) for spec in fields(self)})
+            return found
+
+    Function.name = name
+    return Function
+
+
+def _problem(given: object) -> str | None:
+    """Return why an object is no partitioner; None if it is."""
+    if isinstance(given, type):
+        return None if issubclass(given, Partitioner) else "is a class that is no subclass of `Partitioner`"
+    return None if callable(given) else "is no function of a task that returns the sample ids of each client"
