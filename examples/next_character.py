@@ -53,7 +53,13 @@ def main() -> None:
     print(f"{dataset}; Python {sys.version.split()[0]}")
     configs = [
         fedobp.Config(
-            method=method, model=given.model, rounds=given.rounds, participation=0.2, lr=1.0, batch_size=16, seed=given.seed
+            method=method,
+            model=given.model,
+            rounds=given.rounds,
+            participation=0.2,
+            lr=1.0,
+            batch_size=16,
+            seed=given.seed,
         )
         for method in METHODS
     ]

@@ -34,7 +34,9 @@ def test_every_next_token_is_a_label():
     assert (one_label.vocabulary, one_label.classes, one_label.every_position) == (20, 5, False)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64, ">i4"])
+@pytest.mark.parametrize(
+    "dtype", [np.uint8, np.int8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64, ">i4"]
+)
 def test_any_integer_type_gives_the_same_run(dtype):
     given = Federation.from_data(TEXT.astype(dtype), tokens=True, client=OWNER, config=Config(**FAST, **TINY))
     assert given.run("fedavg").history == federation().run("fedavg").history

@@ -24,7 +24,7 @@ RULES = {
     "everything": ("lr", "momentum", "decay", "pull", "drift", "moving"),
 }
 ALL = pytest.mark.parametrize("used", RULES.values(), ids=RULES)
-MAKE = training(DATA, LAYOUT.names, LAYOUT, FORWARD, False)
+MAKE = training(DATA, LAYOUT.names, LAYOUT, FORWARD)
 
 
 def stack_of(steps, used=("lr",), seed=0):

@@ -47,6 +47,9 @@ CASES = [
     layer(1, 4, (2, 3)),
     layer(padding=(1, 2)),
     layer(bias=False),
+    layer(8, 3, 1, stride=2, bias=False),
+    layer(stride=(2, 3), padding=(0, 1)),
+    layer(8, 3, stride=2, padding=1),  # of seven rows and six columns: the last column is in no patch
 ]
 
 
@@ -88,7 +91,8 @@ def test_per_sample_gradients_of_every_lane_equal_the_layers(one):
 def test_gradients_equal_finite_differences():
     given = images(2, 2, 5, 4, 2), images(2, 3, 2, 3, 2), images(2, 3)
     given = tuple(tensor.requires_grad_() for tensor in given)
-    assert torch.autograd.gradcheck(lambda *args: PatchProduct.apply(*args)[0], given)
+    for stride in ((1, 1), (2, 3)):
+        assert torch.autograd.gradcheck(lambda *args, stride=stride: PatchProduct.apply(*args, stride)[0], given)
 
 
 def test_under_autocast_it_computes_in_bfloat16():
@@ -171,7 +175,7 @@ def test_only_supported_layers_are_replaced():
     hooked = layer()
     hooked.register_forward_hook(lambda *_: None)
     others = [
-        hooked, Twice(2, 5, 3), layer(4, 4, groups=2), layer(stride=2), layer(dilation=2), layer(padding="same"),
+        hooked, Twice(2, 5, 3), layer(4, 4, groups=2), layer(dilation=2), layer(padding="same"),
         layer(padding=1, padding_mode="circular"), nn.Conv1d(2, 5, 3), nn.Linear(2, 3),
     ]  # fmt: skip
     assert not any(map(supports_im2col, others))

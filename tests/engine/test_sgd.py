@@ -48,5 +48,5 @@ def test_tensors_that_are_not_learned_do_not_move(used):
     given, moving, plan = stack_of([2, 2], used)
     before = {name: tensor.clone() for name, tensor in moving["tensors"].items()}
     some = {"fc1.bias", "classifier.weight"}
-    run_steps(given, moving, plan, [2, 2], training(DATA, some, LAYOUT, FORWARD, False))
+    run_steps(given, moving, plan, [2, 2], training(DATA, some, LAYOUT, FORWARD))
     assert {name for name, tensor in moving["tensors"].items() if not torch.equal(tensor, before[name])} == some

@@ -83,6 +83,14 @@ def test_every_kind_of_network_equals_the_oracle(name, phases):
     compare(make_model(name), [Plan(phases, FAST)])
 
 
+@pytest.mark.parametrize("hparams", [{}, FAST], ids=["plain", "momentum and decay"])
+@pytest.mark.parametrize(
+    ("name", "phases"), [("conv", "plain"), ("resnet8", "plain"), ("resnet8", "everything"), ("resnet8-bn", "plain")]
+)
+def test_shipped_networks_equal_the_oracle(name, phases, hparams):
+    compare(make_model(name), [Plan(phases, hparams), Plan(phases, seed=9, cohort=(4, 0))], rounds=ONE_ROUND)
+
+
 @pytest.mark.parametrize("name", ["mlp", "cnn-small"])
 def test_runs_side_by_side_equal_the_oracle(name):
     compare(make_model(name), MIXED)
@@ -230,7 +238,7 @@ def test_the_same_bytes_twice(method, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
-@pytest.mark.parametrize("name", ["mlp", "cnn-small"])
+@pytest.mark.parametrize("name", ["mlp", "cnn-small", "resnet8"])
 def test_the_same_bits_twice_in_every_precision(name, precision):
     model = make_model(name)
     first, second = (
@@ -291,7 +299,7 @@ def test_a_synchronization_is_an_error_here():
 
 
 @pytest.mark.parametrize("phases", ["plain", "all but a loss", "everything", "plain, then loss"])
-@pytest.mark.parametrize("name", ["mlp", "cnn-small"])
+@pytest.mark.parametrize("name", ["mlp", "cnn-small", "resnet8"])
 def test_training_does_not_wait_once_its_graphs_are_captured(name, phases):
     model = make_model(name)
     engine, theta = Lanes(model, BATCH), model.initial(3).to(DEVICE)

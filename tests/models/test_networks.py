@@ -1,6 +1,8 @@
 """The registered networks: sizes, forward pass, and inputs that are too small."""
 
+import re
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedobp.errors import FedobpError
-from fedobp.models import Model
+from fedobp.models import NETS, Model
 
 PAPER = {  # dataset: input, classes, (conv1, conv2, fc1, classifier), total
     "cifar10, svhn": ((3, 32, 32), 10, (2_432, 51_264, 819_712, 5_130), 878_538),
@@ -45,6 +47,20 @@ def test_the_small_networks_have_the_sizes_computed_by_hand():
     assert Model("mlp", (2, 3, 5), 2).layout.sizes == (30 * 128, 128, 256, 2)
 
 
+def test_the_page_states_the_sizes_of_all_networks():
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    rows = dict(re.findall(r"^\| `([a-z0-9-]+)` \|.*\| ([^|]+) \|$", page.split("| network | options")[0], flags=re.M))
+    shapes = {"cnn": (1, 28, 28), "cnn-bn": (1, 28, 28), "cnn-small": (1, 8, 8), "mlp": (64,)}
+    assert rows.keys() == NETS.keys()
+    for name, stated in rows.items():
+        if name in ("lstm", "transformer"):
+            module = NETS[name]((80,), 90, vocabulary=90, every_position=True)
+            size = sum(one.numel() for one in module.parameters())
+        else:
+            size = Model(name, shapes.get(name, (3, 32, 32)), 10).layout.size
+        assert stated.startswith(f"{size:,} at "), name
+
+
 def perceptron(z: Tensor, tensors: dict[str, Tensor]) -> Tensor:
     """Apply fc1, ReLU and the classifier."""
     z = (z @ tensors["fc1.weight"].T + tensors["fc1.bias"]).relu()
@@ -79,6 +95,33 @@ def test_the_small_networks_compute_what_their_docstrings_say():
 
 
 @pytest.mark.parametrize(
+    ("options", "sides", "pools"),
+    [({}, 2, 4), ({"depth": 1}, 16, 1), ({"depth": 7, "width": 3}, 1, 5)],
+)
+def test_conv_has_as_many_layers_as_asked_and_pools_while_the_image_allows(options, sides, pools):
+    module = NETS["conv"]((3, 32, 40), 5, **options)
+    depth, width = options.get("depth", 4), options.get("width", 32)
+    kinds = [type(layer).__name__ for layer in module]
+    assert (kinds.count("Conv2d"), kinds.count("ReLU"), kinds.count("MaxPool2d")) == (depth, depth, pools)
+    assert kinds[:3] == ["Conv2d", "ReLU", "MaxPool2d"]
+    assert module.classifier.in_features == width * sides * (40 >> pools)
+    assert module(torch.zeros(2, 3, 32, 40)).shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "complaint"),
+    [
+        ("conv", {"depth": 0}, "option 'depth' of model 'conv' must be between 1 and 4096, not 0"),
+        ("conv", {"width": -3}, "option 'width' of model 'conv' must be between 1 and 4096, not -3"),
+        ("conv", {"depth": 10**30}, "option 'depth' of model 'conv' must be between 1 and 4096"),
+    ],
+)
+def test_sizes_that_make_no_network_are_refused(name, options, complaint):
+    with pytest.raises(FedobpError, match=complaint):
+        NETS[name]((1, 8, 8), 3, **options)
+
+
+@pytest.mark.parametrize(
     ("name", "shape"),
     [
         ("cnn", (1, 30, 30)),
@@ -93,6 +136,12 @@ def test_the_small_networks_compute_what_their_docstrings_say():
         ("cnn-small", (1, 5, 7)),
         ("mlp", (3, 29, 31)),
         ("mlp", (7,)),
+        ("conv", (2, 1, 1)),
+        ("conv", (1, 5, 40)),
+        ("resnet8", (1, 4, 4)),
+        ("resnet8-bn", (3, 5, 9)),
+        ("resnet18", (2, 8, 8)),
+        ("resnet18-bn", (1, 9, 8)),
     ],
 )
 def test_any_input_size_runs(name, shape):
@@ -110,6 +159,11 @@ def test_any_input_size_runs(name, shape):
         ("cnn-small", (1, 3, 8), 4),
         ("cnn-small", (1, 8, 3), 4),
         ("cnn-small", (8,), 4),
+        ("conv", (8,), 1),
+        ("resnet8", (1, 3, 8), 4),
+        ("resnet8-bn", (64,), 4),
+        ("resnet18", (1, 8, 7), 8),
+        ("resnet18-bn", (28, 28), 8),
     ],
 )
 def test_an_image_too_small_is_refused(name, shape, smallest):

@@ -9,13 +9,12 @@ from fedobp.engine.gradients import global_gradient
 from fedobp.engine.lanes import Lanes
 from fedobp.engine.memory import memory_of
 from fedobp.engine.precision import dtype_of
+from fedobp.engine.probe import vectorises
 from fedobp.engine.protocol import ClientJob, Counters, Engine, PersonalModels, Prepared
 from fedobp.engine.serial import Serial
 from fedobp.engine.store import Budget, Store
-from fedobp.engine.vectorises import vectorises
 
 __all__ = [
     "Budget", "ClientJob", "ClientPool", "ClientSnapshot", "Counters", "Engine", "Lanes", "PersonalModels", "PoolJob",
-    "Prepared", "Serial", "Store", "caught", "diverged", "dtype_of", "global_gradient", "memory_of",
-    "vectorises",
+    "Prepared", "Serial", "Store", "caught", "diverged", "dtype_of", "global_gradient", "memory_of", "vectorises",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from fedobp.engine.probe import vectorises
 from fedobp.engine.stack import Forward
 from fedobp.errors import FedobpError
 from fedobp.models import Model, sample_losses
@@ -21,6 +22,10 @@ class Cost(NamedTuple):
 
 def cost(model: Model, forward: Forward, batch: int, dtype: torch.dtype) -> Cost:
     """Measure one step of one lane on zeros."""
+    if reason := vectorises(model):
+        raise FedobpError(
+            f"model '{model.name}' cannot be run for many clients at once ({reason}): use --engine serial"
+        )
     tensors = {
         name: torch.zeros(1, *shape, dtype=dtype, requires_grad=True)
         for name, shape in zip(model.layout.names, model.layout.shapes, strict=True)
@@ -35,13 +40,7 @@ def cost(model: Model, forward: Forward, batch: int, dtype: torch.dtype) -> Cost
 
     counter = FlopCounterMode(display=False)
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor), counter:
-        try:
-            logits = forward(tensors, x)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise FedobpError(
-                f"model '{model.name}' cannot be run for many clients at once ({reason}): use --engine serial"
-            ) from error
+        logits = forward(tensors, x)
         loss = sample_losses(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64), axes=2).mean()
         torch.autograd.grad(loss, list(tensors.values()), materialize_grads=True)
     itemsize = loss.element_size()

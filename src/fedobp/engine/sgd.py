@@ -99,7 +99,7 @@ def active(steps: Sequence[int]) -> list[int]:
     return found
 
 
-def training(data: FederatedData, learned: Collection[str], layout: Layout, forward: Forward, low: bool) -> Make:
+def training(data: FederatedData, learned: Collection[str], layout: Layout, forward: Forward) -> Make:
     """Return what makes steps of SGD with cross-entropy.
 
     `given` has `mean`, `std` and a `rule`; `moving` has `tensors`, whose learned ones change, and sums of `loss`.
@@ -119,10 +119,8 @@ def training(data: FederatedData, learned: Collection[str], layout: Layout, forw
 
         def step(current: Mapping[str, Tensor]) -> None:
             ids, counts = current["ids"], current["counts"]
-            x, operands = scaled(data, ids, mean, std), tensors
-            if low:  # float32 weights, arithmetic in bfloat16
-                x, operands = low_precision(x), {name: tensor.bfloat16() for name, tensor in tensors.items()}
-            each = sample_losses(forward(operands, x).to(total.dtype), data.y[ids], axes=2)
+            logits = forward(tensors, scaled(data, ids, mean, std)).to(total.dtype)
+            each = sample_losses(logits, data.y[ids], axes=2)
             real = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
             loss = (each * real).sum(dim=1) / counts.clamp(min=1)
             with torch.no_grad():
@@ -144,11 +142,6 @@ def training(data: FederatedData, learned: Collection[str], layout: Layout, forw
         return step
 
     return make
-
-
-def low_precision(x: Tensor) -> Tensor:
-    """Return inputs in bfloat16; tokens stay whole numbers."""
-    return x.bfloat16() if x.is_floating_point() else x
 
 
 def scaled(data: FederatedData, ids: Tensor, mean: Tensor, std: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ with `torch.func.vmap`, which works for all modules but is fast for few. Inputs 
 [lanes, ...], outputs [lanes, samples, classes].
 
 Between layers, images are in the memory format of the convolution: on the CPU one grouped convolution in channels-last
-format, on CUDA im2col and a batched matrix product (`im2col`).
+format, on CUDA im2col and a batched matrix product (`im2col`), also in a module that is vectorised.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn import functional
 
-from fedobp.engine.im2col import im2col_conv2d, supports_im2col
+from fedobp.engine.im2col import im2col_conv2d, patched, supports_im2col
+from fedobp.engine.precision import autocast
 from fedobp.models import Model
+from fedobp.options import Precision
 
 Forward = Callable[[Mapping[str, Tensor], Tensor], Tensor]
 
@@ -66,8 +68,7 @@ class Columns:
     def convolve(layer: nn.Conv2d, image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Apply a layer with each lane's weights."""
         nhwc = image.permute(0, 2, 3, 1).unflatten(0, (len(weight), -1))
-        assert not isinstance(layer.padding, str)
-        return im2col_conv2d(layer.padding, nhwc, weight, bias).flatten(0, 1).permute(0, 3, 1, 2)
+        return im2col_conv2d(layer, nhwc, weight, bias).flatten(0, 1).permute(0, 3, 1, 2)
 
     @staticmethod
     def to_vectors(image: Tensor, lanes: int) -> Tensor:
@@ -75,17 +76,27 @@ class Columns:
         return image.reshape(lanes, len(image) // lanes, -1)
 
 
-def stacked(model: Model, form: type[Grouped] | type[Columns]) -> Forward:
-    """Return the forward pass of many copies of a model."""
-    layers = _batched_layers(model, form)
+def stacked(model: Model, form: type[Grouped] | type[Columns], precision: Precision = "fp32") -> Forward:
+    """Return the forward pass of many copies of a model.
+
+    In bf16 weights and inputs are float32, and products are computed in bfloat16. A sequence of layers has no norm: all
+    of it is in bfloat16. In any other module autocast decides, which keeps norms in float32.
+    """
+    layers = batched_layers(model, form)
     if layers is None:
+        one = patched(model) if form is Columns else model
 
         def vmapped(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-            return vmap(model.apply)(dict(parameters), x)
+            with autocast(precision, x):
+                if form is Grouped and len(x) == 1:  # a large network on the CPU: the module itself is faster
+                    return one.apply({name: tensor[0] for name, tensor in parameters.items()}, x[0])[None]
+                return vmap(one.apply)(dict(parameters), x)
 
         return vmapped
 
     def forward(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        if precision == "bf16":
+            x, parameters = x.bfloat16(), {name: tensor.bfloat16() for name, tensor in parameters.items()}
         # Vectors are [lanes, entries, samples]: then the gradient of a layer's weight has the layout of the weight.
         lanes, is_image = len(x), False
         x = x.transpose(1, 2) if x.ndim == 3 else x
@@ -107,7 +118,7 @@ def stacked(model: Model, form: type[Grouped] | type[Columns]) -> Forward:
     return forward
 
 
-def _batched_layers(model: Model, form: type[Grouped] | type[Columns]) -> list[tuple[str, nn.Module]] | None:
+def batched_layers(model: Model, form: type[Grouped] | type[Columns]) -> list[tuple[str, nn.Module]] | None:
     """Return the layers in their order of execution, or None if one of them has no batched form."""
     if type(model.structure) is not nn.Sequential:
         return None

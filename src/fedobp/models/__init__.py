@@ -1,6 +1,6 @@
 """Models: ordinary modules that the rest of the library sees as one flat vector with a layout."""
 
-from fedobp.models import networks as networks  # registers the built-in networks
+from fedobp.models import networks, residual, tokens  # noqa: F401  they register the built-in networks
 from fedobp.models.batch_norm import is_statistic
 from fedobp.models.layout import Inside, Layout
 from fedobp.models.losses import sample_losses

@@ -39,18 +39,25 @@ class PureBatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise each channel."""
-        axes, shape = [0, *range(2, x.ndim)], [1, -1, *[1] * (x.ndim - 2)]
-        mean, variance = self.running_mean, self.running_var
-        if self.sample_weight is not None:
-            real = self.sample_weight.view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
-            count = self.sample_weight.sum() * (x.numel() // (x.shape[0] * x.shape[1]))
-            mean = (x * real).sum(axes) / count
-            variance = ((x - mean.view(shape)).square() * real).sum(axes) / count
+        x = x.to(self.running_mean.dtype)  # under autocast a convolution returns bfloat16, too short for sums
+        shape, weight = [1, -1, *[1] * (x.ndim - 2)], self.sample_weight
+        mean = self.running_mean if weight is None else _channel_means(x, weight)
+        centred, variance = x - mean.view(shape), self.running_var
+        if weight is not None:
+            variance = _channel_means(centred.square(), weight)
+            count = weight.sum() * (x.numel() // (x.shape[0] * x.shape[1]))
             old = self.running_mean, self.running_var
             new = mean.detach(), variance.detach() * count / (count - 1)
             self.updated = tuple(a + self._momentum * (b - a) for a, b in zip(old, new, strict=True))
-        out = (x - mean.view(shape)) * (variance.view(shape) + self._eps).rsqrt()
-        return out if self.weight is None else out * self.weight.view(shape) + self.bias.view(shape)
+        scale = (variance + self._eps).rsqrt()
+        out = centred * (scale if self.weight is None else scale * self.weight).view(shape)
+        return out if self.bias is None else out + self.bias.view(shape)
+
+
+def _channel_means(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the means of the channels of [B, C, ...] over real samples; sums of samples first: those are short."""
+    means = x.reshape(*x.shape[:2], -1).mean(2)
+    return (means * weight[:, None]).sum(0) / weight.sum()
 
 
 def with_pure_batch_norm(module: nn.Module) -> nn.Module:

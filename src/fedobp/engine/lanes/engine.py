@@ -28,7 +28,7 @@ from fedobp.engine.lanes.trainer import Trainer, order_key
 from fedobp.engine.lanes.vectorised import Vectorised
 from fedobp.engine.lanes.workers import Workers
 from fedobp.engine.protocol import Counters, PersonalModels, Prepared
-from fedobp.engine.stack import Columns, Forward, Grouped, stacked
+from fedobp.engine.stack import Columns, Grouped, stacked
 from fedobp.keys import Purpose, fold
 from fedobp.method import Client, CohortUpdate, Sweep, Train
 from fedobp.models import Model
@@ -58,13 +58,15 @@ class Lanes:
 
     def __init__(self, model: Model, batch: int, precision: Precision = "fp32", memory: float = math.inf) -> None:
         self._model, self._batch, self._precision = model, batch, precision
-        forms: dict[str, Forward] = {"cpu": stacked(model, Grouped), "cuda": stacked(model, Columns)}
+        devices: dict[str, type[Grouped] | type[Columns]] = {"cpu": Grouped, "cuda": Columns}
+        forms = {device: stacked(model, form, precision) for device, form in devices.items()}
         graphs = Graphs()
         # The fused kernels of a device; None: there are none for this model.
         self._kernels: Callable[[torch.device], Fused | None] = cache(partial(fused_for, model, batch, precision))
         functions = Vectorised(model, batch, precision, graphs, self._kernels)
-        workers = Workers(model, batch, precision, memory, forms, self._kernels)
-        self._trainer = Trainer(model, batch, precision == "bf16", workers, forms, graphs, functions, self._kernels)
+        measured = {device: stacked(model, form) for device, form in devices.items()}  # in the weights' type
+        workers = Workers(model, batch, precision, memory, measured, self._kernels)
+        self._trainer = Trainer(model, batch, workers, forms, graphs, functions, self._kernels)
         self._predictor = Predictor(model, precision, workers, forms, functions, self._kernels)
         self._free = cycle(torch.cuda.Stream() for _ in range(_STREAMS))
         self._streams: dict[Hashable, torch.cuda.Stream] = {}

@@ -13,7 +13,6 @@ from fedobp.engine.client_pool import PoolJob
 from fedobp.engine.lanes.vectorised import Vectorised
 from fedobp.engine.lanes.workers import Workers
 from fedobp.engine.precision import autocast
-from fedobp.engine.sgd import low_precision
 from fedobp.engine.stack import Forward
 from fedobp.models import Model
 from fedobp.options import Precision
@@ -54,6 +53,7 @@ class Predictor:
     ) -> list[Tensor]:
         """Return the labels or the logits of each client's samples."""
         data, clients, device = job.clients.data, job.ctx.cohort, theta.device
+        forward = self._forms[device.type]
         special = partial(job.predict, self._functions.model_on(device)) if job.predict and scratch else None
         plain = labels and special is None  # what the fused kernels do
         sizes = [data.size(client, split) for client in clients.tolist()]
@@ -84,7 +84,7 @@ class Predictor:
                     with autocast(self._precision, x):
                         logits = vmap(special)({name: values[:lanes] for name, values in mine.items()}, x)
                 else:
-                    logits = self._logits({name: tensor[:lanes] for name, tensor in tensors.items()}, x)
+                    logits = forward({name: tensor[:lanes] for name, tensor in tensors.items()}, x)
                 found[there[:lanes], start : start + width] = logits.argmax(dim=-1) if labels else logits.to(dtype)
 
         longest_first = sorted(range(len(sizes)), key=lambda row: -sizes[row])
@@ -92,8 +92,3 @@ class Predictor:
         self._workers.map(test, stacks, device)
         host = found.cpu()
         return [host[row, :size] for row, size in enumerate(sizes)]
-
-    def _logits(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        if self._precision == "bf16":
-            x, tensors = low_precision(x), {name: tensor.bfloat16() for name, tensor in tensors.items()}
-        return self._forms[x.device.type](tensors, x)

@@ -29,20 +29,19 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """Runs phases; `low`: products are computed in bfloat16."""
+    """Runs phases."""
 
     def __init__(
         self,
         model: Model,
         batch: int,
-        low: bool,
         workers: Workers,
         forms: dict[str, Forward],
         graphs: Graphs,
         functions: Vectorised,
         kernels: "Callable[[torch.device], Fused | None]",
     ) -> None:
-        self._model, self._batch, self._low, self._workers = model, batch, low, workers
+        self._model, self._batch, self._workers = model, batch, workers
         self._forms, self._graphs, self._functions, self._kernels = forms, graphs, functions, kernels
 
     def run(self, phases: Sequence[Phase]) -> tuple[list[PhaseResult], Counters]:
@@ -144,7 +143,7 @@ class Trainer:
         given = {"rule": rule_of(lanes, layout.size).used(), **scaling_of(lanes)}
         tensors = {name: tensor.contiguous() for name, tensor in layout.views(theta).items()}
         moving: dict[str, Any] = {"tensors": tensors, "loss": theta.new_zeros(len(lanes))}
-        make = training(data[0], learned, layout, self._forms[theta.device.type], self._low)
+        make = training(data[0], learned, layout, self._forms[theta.device.type])
         plan = {"ids": ids, "counts": counts}
         if theta.is_cuda:
             slots = self._graphs.run_steps(lanes[0].phase.options, given, moving, plan, steps, make)
