@@ -16,6 +16,7 @@ import numpy as np
 import fedobp
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))  # token 0 is any other one
+SETTINGS = {"participation": 0.2, "lr": 1.0, "batch_size": 16}
 METHODS = ("fedavg", "fedavg-last", "fedper", "fedobp")
 
 
