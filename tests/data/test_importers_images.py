@@ -194,7 +194,7 @@ def test_bad_saved_datasets_are_refused(folder, tmp_path):
     letters(2).add_column("label", [0, 1]).add_column("other", [None, None]).cast_column(
         "other", datasets.Image()
     ).save_to_disk(tmp_path / "two")
-    refused("has images in image and other: remove all but one", tmp_path / "two", folder)
+    refused("has images in image and other: leave out all but one", tmp_path / "two", folder)
     (saved / "state.json").write_text("{")
     refused("saved cannot be read as a Hugging Face dataset", saved, folder, label="character")
 

@@ -1,5 +1,6 @@
 """Datasets by name, their partitions over clients, and client data as tensors."""
 
+from fedobp.data.columns import TableSummary
 from fedobp.data.datasets import (
     Dataset,
     Info,
@@ -21,8 +22,8 @@ from fedobp.data.partitioners import PARTITIONERS
 from fedobp.data.registry import REGISTRY
 
 __all__ = [
-    "PARTITIONERS", "REGISTRY", "Dataset", "FederatedData", "Info", "Shard", "Split", "data_dir", "dataset_names",
-    "default_clients_and_alpha", "describe", "fetch", "flags_to_run", "import_dataset", "list_datasets",
-    "load", "load_partition", "normalization_for", "partition", "partition_hash", "partition_settings",
+    "PARTITIONERS", "REGISTRY", "Dataset", "FederatedData", "Info", "Shard", "Split", "TableSummary", "data_dir",
+    "dataset_names", "default_clients_and_alpha", "describe", "fetch", "flags_to_run", "import_dataset",
+    "list_datasets", "load", "load_partition", "normalization_for", "partition", "partition_hash", "partition_settings",
     "save_partition", "store", "with_client_inputs",
 ]  # fmt: skip
