@@ -17,19 +17,6 @@ from pyarrow import parquet
 from fedobp.data import import_dataset, tables
 from fedobp.errors import FedobpError
 
-
-@pytest.fixture
-def source(tmp_path):
-    """A function that writes a text to a CSV file and returns its path."""
-
-    def save(text, encoding="utf-8"):
-        path = tmp_path / "table.csv"
-        path.write_bytes(text.encode(encoding))
-        return path
-
-    return save
-
-
 # CSV.
 
 WARDS = "age, sugar ,outcome,ward\n40,1.5,ill,B\n50,-2e1,well,A\n\n60,0,ill,B\n"
