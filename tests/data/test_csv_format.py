@@ -24,9 +24,10 @@ def test_the_first_lines_tell_the_separator(folder, source, separator):
 @pytest.mark.parametrize(
     ("text", "separator"),
     [
-        ("label;size, cm\nx;1,5\ny;2,5\n", ";"),  # the comma gives two columns as well, but none called label
+        ("label;size, cm\nx;1,5\ny;2,5\n", ";"),  # the comma makes two columns as well, but none called label
+        ("label;size, cm, or in\nx;1,5\n", ";"),  # the comma makes more
         ("a;b;label\n1,5;2,5;x\n2,5;3,5;y\n", ";"),  # no comma in the names
-        ("a,label;b,c\n1,2;3,4\n", ","),  # the semicolon is consistent too, with fewer columns
+        ("a,b;c,d\n1,2;3,4\n", ","),  # no label: the comma makes more columns
         ('"a;b",label\n"1;2",x\n', ","),  # in quotes
         ("label,a\n0,1,2\n1,2\n", ","),  # ragged, but nothing else separates
         ("label\n1\n", ","),
@@ -35,7 +36,7 @@ def test_the_first_lines_tell_the_separator(folder, source, separator):
         ('label,"', ","),
     ],
 )
-def test_a_separator_gives_the_label_and_equal_rows(source, text, separator):
+def test_a_separator_makes_a_column_of_the_label(source, text, separator):
     assert csv_format(source(text), TableRules("label")).separator == separator
 
 
@@ -43,6 +44,8 @@ def test_long_first_lines_are_cut(source, monkeypatch):
     monkeypatch.setattr(module, "_HEAD_BYTES", 20)
     assert csv_format(source("label;a\n" + "1;" + "2" * 9 + ";3,3,3\n"), TableRules("label")).separator == ";"
     assert csv_format(source("a|b|c|d|e|f|g|h|i|label\n"), TableRules("label")).separator == "|"
+    assert csv_format(source("label;a\nx;2\ny;123,456\n"), TableRules("label")).decimal == "."  # cut to 123,4
+    assert csv_format(source("label;a\nx;2,5\ny;123,456\n"), TableRules("label")).decimal == ","
 
 
 @pytest.mark.parametrize(("given", "written"), [("#", "#"), (" ", " "), ("tab", "\t"), (r"\t", "\t"), ("\t", "\t")])
@@ -121,7 +124,8 @@ def test_other_encodings_are_given(folder, source):
         )
     marked = source("\ufefflabel,a\nä,1\nö,2\n", "utf-16-be")
     assert imported("marked", marked, folder, encoding="utf-16-be").labels == ("ä", "ö")
-    assert imported("utf-8", source("label,a\nä,1\nö,2\n", "utf-8-sig"), folder, encoding="UTF8").labels == ("ä", "ö")
+    quoted = source('"label",a\nä,1\nö,2\n', "utf-8-sig")
+    assert imported("utf-8", quoted, folder, encoding="UTF8").labels == ("ä", "ö")
 
 
 @pytest.mark.parametrize("padding", [0, 5000])

@@ -55,6 +55,11 @@ def test_true_and_false_are_numbers_as_in_typed_tables(folder, tmp_path, source,
     assert found.x.tolist() == other.x.tolist() == [[1], [0]]
 
 
+def test_true_and_false_are_categories_where_the_user_says_so(summaries):
+    found, summary = summaries("label,a\n0,True\n1,False\n", categories="a")
+    assert (names(summary), found.x.tolist()) == (["a=False", "a=True"], [[0, 1], [1, 0]])
+
+
 def test_yes_and_no_are_categories(summaries):
     found, summary = summaries("label,a\n0,yes\n1,no\n")
     assert (names(summary), found.x.tolist()) == (["a=no", "a=yes"], [[0, 1], [1, 0]])
@@ -71,7 +76,7 @@ def test_types_for_categories_are_categories(folder, tmp_path):
     found = imported("mine", arrow(tmp_path / "t.parquet", a=codes, label=[0, 1, 0, 1]), folder, missing="drop")
     assert found.x.tolist() == [[0, 1], [1, 0], [0, 1]]
     features = datasets.Features(
-        {"a": datasets.ClassLabel(names=["z", "b", "unused"]), "label": datasets.Value("int64")}
+        {"a": datasets.ClassLabel(names=["10", "9", "unused"]), "label": datasets.Value("int64")}
     )
     saved = datasets.Dataset.from_dict({"a": [0, 1, 0], "label": [0, 1, 0]}, features=features)
     saved.save_to_disk(tmp_path / "saved")
@@ -118,8 +123,8 @@ def test_ids_and_free_text_are_refused(folder, source):
 
 
 def test_a_type_for_categories_does_not_lift_the_limit(folder, tmp_path):
-    ids = pyarrow.array(list(map(str, range(101)))).dictionary_encode()
-    path = arrow(tmp_path / "t.parquet", a=ids, label=[row % 2 for row in range(101)])
+    ids = pyarrow.array([str(row % 101) for row in range(500)]).dictionary_encode()
+    path = arrow(tmp_path / "t.parquet", a=ids, label=[row % 2 for row in range(500)])
     refused("more than 100 different texts in column 'a', the first '0' in row 1", path, folder)
 
 
@@ -280,6 +285,11 @@ def test_flags_of_other_sources_are_refused(folder, tmp_path, suffix, rules, sen
     path = tmp_path / f"mine{suffix and '.'}{suffix}"
     path.touch() if suffix else path.mkdir()
     refused(sentence, path, folder, **rules)
+
+
+def test_a_saved_dataset_is_no_csv_file(folder, tmp_path):
+    datasets.Dataset.from_dict({"a": [1, 2], "label": [0, 1]}).save_to_disk(tmp_path / "saved")
+    refused("saved is no CSV file: leave out --encoding", tmp_path / "saved", folder, encoding="utf-8")
 
 
 # Dates.

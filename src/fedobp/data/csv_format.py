@@ -107,15 +107,14 @@ def _given_separator(given: str) -> str:
 
 
 def _separator(text: str, label: str) -> str:
-    """Return the separator with which the first rows have the most columns, all the same number of them.
+    """Return the separator that makes a column of the label's name, else the one that makes the most columns.
 
     The csv module's Sniffer counts characters, and takes letters for separators.
     """
 
-    def rank(separator: str) -> tuple[bool, bool, int]:
-        names, *rows = _head_rows(text, separator) or [[]]
-        columns = len(names)
-        return label in map(str.strip, names) and columns > 1, all(len(row) == columns > 1 for row in rows), columns
+    def rank(separator: str) -> tuple[bool, int]:
+        names = next(iter(_head_rows(text, separator)), [])
+        return len(names) > 1 and label in map(str.strip, names), len(names)
 
     return max(_SEPARATORS, key=rank)  # the first of equals
 
