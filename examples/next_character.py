@@ -53,15 +53,7 @@ def main() -> None:
     )
     print(f"{dataset}; Python {sys.version.split()[0]}")
     configs = [
-        fedobp.Config(
-            method=method,
-            model=given.model,
-            rounds=given.rounds,
-            participation=0.2,
-            lr=1.0,
-            batch_size=16,
-            seed=given.seed,
-        )
+        fedobp.Config(method=method, model=given.model, rounds=given.rounds, seed=given.seed, **SETTINGS)
         for method in METHODS
     ]
     for result in fedobp.sweep(configs, dataset=dataset, keep_models=False):

@@ -17,19 +17,6 @@ from pyarrow import parquet
 from fedobp.data import import_dataset, tables
 from fedobp.errors import FedobpError
 
-
-@pytest.fixture
-def source(tmp_path):
-    """A function that writes a text to a CSV file and returns its path."""
-
-    def save(text, encoding="utf-8"):
-        path = tmp_path / "table.csv"
-        path.write_bytes(text.encode(encoding))
-        return path
-
-    return save
-
-
 # CSV.
 
 WARDS = "age, sugar ,outcome,ward\n40,1.5,ill,B\n50,-2e1,well,A\n\n60,0,ill,B\n"
@@ -116,13 +103,12 @@ BAD_TABLES = {
     "no features": ("label\n1\n0\n", "no columns besides label: there are no inputs"),
     "a column twice": ("label,a,a\n0,1,2\n", "two columns called 'a'"),
     "pandas' index": (",label,a\n0,1,2\n", r"no name for column 1: .*index=False"),
-    "semicolons": ("label;a\n1;2\n", "separate them with commas"),
     "a text among numbers": ("label,a\n0,1\n1,red\n", "has 'red' in row 2 of column 'a', which is no number"),
-    "an empty cell": ("label,a\n0,1\n1,\n", "has nothing in row 2 of column 'a', which is no number"),
+    "an empty cell": ("label,a\n0,1\n1,\n", "has a missing value in row 2 of column 'a': fill it in"),
     "an underscore": ("label,a\n0,1_2\n1,1\n", "has '1_2' in row 1 of column 'a', which is no number"),
-    "NaN": ("label,a\n0,1\n1,NaN\n", "missing, NaN or infinite value in row 2 of column 'a'"),
-    "infinite": ("label,a\n0,-inf\n1,1\n", "missing, NaN or infinite value in row 1 of column 'a'"),
-    "too large for float32": ("label,a\n0,1e39\n1,1\n", "missing, NaN or infinite value in row 1"),
+    "NaN": ("label,a\n0,1\n1,NaN\n", r"has a missing value \('NaN'\) in row 2 of column 'a'"),
+    "infinite": ("label,a\n0,-inf\n1,1\n", "has '-inf' in row 1 of column 'a', which is infinite or too large"),
+    "too large for float32": ("label,a\n0,1e39\n1,1\n", "has '1e39' in row 1 of column 'a', which is infinite or"),
     "no label in a row": ("label,a\n0,1\n ,1\n", "has no label in row 2 of column 'label': fill it in, or remove"),
     "a NaN for a label": ("label,a\n0,1\nnan,1\n", "has no label in row 2"),
     "a regression": ("label,a\n0.5,1\n2,1\n", "fractions in the label column 'label', such as 0.5: labels must be"),
@@ -187,12 +173,17 @@ def test_every_number_type_is_accepted(folder, tmp_path):
 
 DATE = datetime.datetime(2020, 1, 2)
 BAD_COLUMNS = {
-    "a missing number": ([1, None], "missing, NaN or infinite value in row 2 of column 'a'"),
-    "a missing truth": ([True, None], "missing, NaN or infinite value in row 2 of column 'a'"),
+    "a missing number": ([1, None], "has a missing value in row 2 of column 'a'"),
+    "a missing truth": ([True, None], "has a missing value in row 2 of column 'a'"),
+    "NaN": ([1.0, float("nan")], "has a missing value in row 2 of column 'a'"),
+    "infinite": ([1.0, float("inf")], "has 'inf' in row 2 of column 'a', which is infinite"),
     "text": (["1", "red"], "has 'red' in row 2 of column 'a', which is no number"),
     "an underscore": (["1", "1_2"], "has '1_2' in row 2 of column 'a', which is no number"),
-    "dates": ([DATE, DATE], "has '2020-01-02.* in row 1 of column 'a', which is no number"),
-    "days": ([DATE.date(), DATE.date()], "has '2020-01-02' in row 1 of column 'a', which is no number"),
+    "dates": ([None, DATE], "has '2020-01-02.* in row 2 of column 'a', which is no number but a date or a time"),
+    "days": ([DATE.date(), DATE.date()], "has '2020-01-02' in row 1 of column 'a', which is no number but a date"),
+    "times": ([DATE.time(), DATE.time()], "has '00:00:00.000000' in row 1 of column 'a', which is no number but"),
+    "durations": ([DATE - DATE, None], "has '0:00:00' in row 1 of column 'a', which is no number but a date or a time"),
+    "nanoseconds": (pyarrow.array([1, 2], pyarrow.timestamp("ns", "UTC")), "in row 1 of column 'a', .* but a date"),
     "lists": ([[1, 2], [3, 4]], "lists in column 'a': give each number a column, or import an npz"),
     "bytes": ([b"1", b"2"], "in row 1 of column 'a', which is no number"),
 }

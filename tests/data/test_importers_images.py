@@ -100,6 +100,70 @@ def test_folders_that_are_not_images_by_class_are_refused(folder, tmp_path):
     refused("folder of images, which has no columns: leave out --label", pets, folder, client="who")
 
 
+# Folders with splits.
+
+
+def split_pets(folder, *names):
+    """Images whose first pixel is their number, in the order of `names`."""
+    for number, name in enumerate(names):
+        picture(folder / name / f"{number}.png", GREY + number)
+    return folder
+
+
+def test_training_images_come_before_test_images(folder, tmp_path):
+    pets = split_pets(tmp_path / "pets", "test/dog", "train/dog", "test/cat", "train/cat", "train/cow")
+    (pets / "README.txt").write_text("no split")
+    found = imported("mine", pets, folder)
+    assert found.x[:, 0, 0].tolist() == [3, 4, 1, 2, 0]
+    assert (found.y.tolist(), found.labels, found.n_train) == ([0, 1, 2, 0, 2], ("cat", "cow", "dog"), 3)
+
+
+def test_validation_images_count_as_training_images(folder, tmp_path):
+    pets = split_pets(tmp_path / "pets", "val/0", "Training/1", "testing/0", "validation/1", "train/0")
+    found = imported("mine", pets, folder)
+    assert (found.x[:, 0, 0].tolist(), found.y.tolist(), found.n_train) == ([4, 1, 0, 3, 2], [0, 1, 0, 1, 0], 4)
+
+
+def test_a_folder_of_training_images_only(folder, tmp_path):
+    found = imported("mine", split_pets(tmp_path / "pets", "train/a", "train/b"), folder)
+    assert (found.x[:, 0, 0].tolist(), found.n_train) == ([0, 1], 2)
+
+
+def test_classes_may_be_called_train_and_test(folder, tmp_path):
+    found = imported("mine", split_pets(tmp_path / "pets", "train", "test"), folder)
+    assert (found.labels, found.n_train) == (("test", "train"), 0)
+
+
+def test_bad_splits_are_refused(folder, tmp_path):
+    pets = split_pets(tmp_path / "pets", "test/a", "test/b")
+    refused("pets has test images only: put the others into a folder train", pets, folder)
+    split_pets(pets, "train/a")
+    refused("test/b holds test images of class 'b', which has no training images: add some", pets, folder)
+    split_pets(pets, "train/b", "other/a")
+    refused("pets/other is beside train: move it into a folder for training or testing", pets, folder)
+    (pets / "other").rename(pets / "valid")
+    (pets / "train/c").mkdir()
+    refused("train/c is empty: put the images of class 'c' into it", pets, folder)
+    picture(pets / "train/c/deep/x.png", GREY)
+    refused("c/deep is a folder: the images of class 'c' must lie in", pets, folder)
+
+
+def test_rows_without_an_image_are_dropped(folder, tmp_path):
+    rows = letters(5)
+    cells = [
+        {"bytes": None, "path": None} if row in (0, 3) else cell
+        for row, cell in enumerate(rows.data["image"].to_pylist())
+    ]
+    path = arrow(tmp_path / "t.parquet", image=pyarrow.array(cells), label=["x", "y", None, "y", "x"])
+    refused(
+        "the image in row 1 of column 'image' of .* is missing: remove the row, or choose --missing drop", path, folder
+    )
+    refused("row 1 of column 'image' of .* is missing", path, folder, missing="impute")
+    found = imported("mine", path, folder, missing="drop")
+    np.testing.assert_array_equal(found.x, np.stack([GREY + 1, GREY + 4]))
+    assert [found.labels[at] for at in found.y] == ["y", "x"]
+
+
 def test_a_folder_that_may_not_be_read_is_refused(folder, tmp_path, monkeypatch):
     picture(tmp_path / "pets/a/x.png", GREY)
 
@@ -194,7 +258,7 @@ def test_bad_saved_datasets_are_refused(folder, tmp_path):
     letters(2).add_column("label", [0, 1]).add_column("other", [None, None]).cast_column(
         "other", datasets.Image()
     ).save_to_disk(tmp_path / "two")
-    refused("has images in image and other: remove all but one", tmp_path / "two", folder)
+    refused("has images in image and other: leave out all but one", tmp_path / "two", folder)
     (saved / "state.json").write_text("{")
     refused("saved cannot be read as a Hugging Face dataset", saved, folder, label="character")
 

@@ -1,5 +1,6 @@
 """Datasets by name, their partitions over clients, and client data as tensors."""
 
+from fedobp.data.columns import TableSummary
 from fedobp.data.dataset import Dataset, Info
 from fedobp.data.datasets import (
     data_dir,
@@ -23,8 +24,8 @@ from fedobp.data.registry import REGISTRY
 
 __all__ = [
     "PARTITIONERS", "REGISTRY", "Dataset", "FederatedData", "GivenPartitioner", "Info", "PartitionTask", "Partitioner",
-    "Shard", "Split", "data_dir", "dataset_from_data", "dataset_names",
-    "default_clients_and_alpha", "describe", "fetch", "flags_to_run", "import_dataset", "list_datasets",
-    "load", "load_partition", "normalization_for", "partition", "partition_hash", "partition_settings", "partitioner",
-    "partitioner_names", "save_partition", "store", "with_client_inputs",
+    "Shard", "Split", "TableSummary", "data_dir", "dataset_from_data", "dataset_names", "default_clients_and_alpha",
+    "describe", "fetch", "flags_to_run", "import_dataset", "list_datasets", "load", "load_partition",
+    "normalization_for", "partition", "partition_hash", "partition_settings", "partitioner", "partitioner_names",
+    "save_partition", "store", "with_client_inputs",
 ]  # fmt: skip

@@ -12,6 +12,9 @@ from fedobp.data.free_memory import memory_guard
 from fedobp.errors import FedobpError, first_line, short
 from fedobp.files import regular
 
+_TRAINING = ("train", "training", "val", "valid", "validation")  # in this order; validation images count as training
+_TEST = ("test", "testing")
+
 
 class ImageArray:
     """An array of `count` images, filled one by one: all of one size, and all grey or all in colour."""
@@ -34,35 +37,78 @@ class ImageArray:
         self.x[self._done] = pixels
         self._done += 1
 
+    def of_rows(self, present: NDArray[np.bool_], kept: NDArray[np.bool_]) -> NDArray[np.uint8]:
+        """Return the images of the kept rows, of which those that are `present` were added."""
+        return self.x if kept.all() else self.x[: self._done][kept[present]]
 
-def read_images(folder: Path, progress: Callable[[str, float], None]) -> tuple[NDArray[np.uint8], NDArray[np.str_]]:
-    """Return the images in the subfolders of a folder, and for each image its subfolder's name: the class."""
-    classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    if not classes:
+
+def read_images(
+    folder: Path, progress: Callable[[str, float], None]
+) -> tuple[NDArray[np.uint8], NDArray[np.str_], int | None]:
+    """Return images, for each its class, and how many of them, which come first, are for training.
+
+    The folder holds one folder per class; or folders `train` and `test`, which do. Without `train`, the number is None.
+    """
+    parts = _split_folders(folder)
+    training, test = [_classes(part) for part in parts[0]], [_classes(part) for part in parts[1]]
+    known = {path.name for classes in training for path in classes}
+    for path in (path for classes in test for path in classes if path.name not in known):
         raise FedobpError(
-            f"{short(folder, 200)} holds no folders: put the images of each class into a folder with the class's name"
+            f"{short(path, 200)} holds test images of class '{short(path.name)}', which has no training images: add "
+            "some, or remove it"
         )
-    files: list[Path] = []
-    names: list[str] = []
-    for class_folder in classes:
-        paths = sorted(path for path in class_folder.iterdir() if not path.name.startswith("."))
-        if not paths:
-            raise FedobpError(
-                f"{short(class_folder, 200)} is empty: put the images of class '{short(class_folder.name)}' into it, "
-                "or remove it"
-            )
-        if inner := next((path for path in paths if path.is_dir()), None):
-            raise FedobpError(
-                f"{short(inner, 200)} is a folder: the images of class '{short(class_folder.name)}' must lie in "
-                f"{short(class_folder, 200)} itself"
-            )
-        files += paths
-        names += [class_folder.name] * len(paths)
-    images = ImageArray(len(files))
-    for at, file in enumerate(files):
-        progress(f"reading {len(files):,} images", at / len(files))
+    files = [[file for classes in split for path in classes for file in _files(path)] for split in (training, test)]
+    both = files[0] + files[1]
+    images = ImageArray(len(both))
+    for at, file in enumerate(both):
+        progress(f"reading {len(both):,} images", at / len(both))
         images.add(short(file, 200), file)
-    return images.x, np.array(names)
+    return images.x, np.array([file.parent.name for file in both]), None if parts[0] == [folder] else len(files[0])
+
+
+def _split_folders(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the folders of training and of test images; a folder without splits is the only one for training."""
+    inner = _subfolders(folder)
+    found = {path: path.name.lower() for path in inner}
+    # A class may be called train: a split holds folders, and a class holds images.
+    if not any(name in (*_TRAINING, *_TEST) and _subfolders(path) for path, name in found.items()):
+        return [folder], []
+    training, test = ([path for path in inner if found[path] in names] for names in (_TRAINING, _TEST))
+    if others := [path for path in inner if path not in training + test]:
+        raise FedobpError(
+            f"{short(others[0], 200)} is beside {short((training + test)[0].name)}: move it into a folder for training "
+            "or testing, or remove it"
+        )
+    if not training:
+        raise FedobpError(f"{short(folder, 200)} has test images only: put the others into a folder train beside them")
+    return sorted(training, key=lambda path: _TRAINING.index(found[path])), test
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _classes(folder: Path) -> list[Path]:
+    if classes := _subfolders(folder):
+        return classes
+    raise FedobpError(
+        f"{short(folder, 200)} holds no folders: put the images of each class into a folder with the class's name"
+    )
+
+
+def _files(class_folder: Path) -> list[Path]:
+    paths = sorted(path for path in class_folder.iterdir() if not path.name.startswith("."))
+    if not paths:
+        raise FedobpError(
+            f"{short(class_folder, 200)} is empty: put the images of class '{short(class_folder.name)}' into it, "
+            "or remove it"
+        )
+    if inner := next((path for path in paths if path.is_dir()), None):
+        raise FedobpError(
+            f"{short(inner, 200)} is a folder: the images of class '{short(class_folder.name)}' must lie in "
+            f"{short(class_folder, 200)} itself"
+        )
+    return paths
 
 
 def _read_pixels(where: str, file: Path | bytes) -> NDArray[np.uint8]:

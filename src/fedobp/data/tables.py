@@ -6,16 +6,19 @@ If a column holds images, as in Hugging Face datasets, they are the inputs, and 
 import csv
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from fedobp.data.columns import Chunk, Columns
+from fedobp.data.cells import CSV_MISSING
+from fedobp.data.columns import Arrays, Chunk, Columns, TableRules, TableSummary
+from fedobp.data.csv_format import CsvFormat, csv_format, undecodable
+from fedobp.data.features import Cells, flag
 from fedobp.data.images import ImageArray
 from fedobp.data.registry import REGISTRY
 from fedobp.errors import FedobpError, first_line, short
@@ -26,13 +29,13 @@ _CHUNK_ROWS = 4096  # rows read at once
 Progress = Callable[[str, float], None]
 
 
-def read_csv(path: Path, label: str, client: str | None, progress: Progress) -> dict[str, NDArray[Any]]:
-    """Read a CSV file: UTF-8, separated by commas, with column names in the first line."""
+def read_csv(path: Path, rules: TableRules, progress: Progress) -> tuple[Arrays, TableSummary]:
+    """Read a CSV file with column names in the first line."""
+    found = csv_format(path, rules)
     try:
         with path.open("rb") as raw:
-            lines = csv.reader(io.TextIOWrapper(raw, encoding="utf-8-sig", newline=""), strict=True)
-            rows = filter(None, lines)
-            names = [name.strip() for name in next(rows, [])]
+            rows = found.rows(io.TextIOWrapper(raw, encoding=found.encoding, newline=""))
+            names = [name.lstrip("\ufeff").strip() for name in next(rows, [])]
             if not names:
                 raise FedobpError(f"{short(path, 200)} is empty: there is nothing to import")
             if "" in names:
@@ -40,36 +43,67 @@ def read_csv(path: Path, label: str, client: str | None, progress: Progress) -> 
                     f"{short(path, 200)} has no name for column {names.index('') + 1}: name it, or remove it (pandas "
                     "leaves its index out with to_csv(index=False))"
                 )
-            if len(names) == 1 and re.search(r"[;\t|]", names[0]):
-                raise FedobpError(
-                    f"{short(path, 200)} separates its columns with something else: separate them with commas"
-                )
             size = path.stat().st_size
-            chunks = _csv_chunks(path, names, rows, lambda: progress(f"reading {path.name}", raw.tell() / size))
-            return Columns(path, names, label, client).to_arrays(chunks)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+            columns = Columns(path, names, rules, missing_texts=CSV_MISSING, decimal=found.decimal)
+            chunks = _csv_chunks(
+                columns, names, rows, found, lambda: progress(f"reading {path.name}", raw.tell() / size)
+            )
+            return columns.to_arrays(chunks)
+    except UnicodeDecodeError as error:
+        raise undecodable(path, found) from error
+    except (OSError, csv.Error) as error:
         raise FedobpError(
             f"{short(path, 200)} cannot be read as a CSV file ({first_line(error)}): save it again, in UTF-8"
         ) from error
 
 
 def _csv_chunks(
-    path: Path, names: Sequence[str], rows: Iterator[list[str]], on_chunk: Callable[[], None]
+    columns: Columns, names: Sequence[str], rows: Iterator[list[str]], found: CsvFormat, on_chunk: Callable[[], None]
 ) -> Iterator[Chunk]:
     done = 0
     while chunk := list(islice(rows, _CHUNK_ROWS)):
         for at, row in enumerate(chunk, done + 1):
             if len(row) != len(names):
                 raise FedobpError(
-                    f"{short(path, 200)} has {len(row)} cells in row {at} and {len(names)} columns: put texts with "
-                    "commas into quotes, and fill in what is missing"
+                    f"{columns.where} has {len(row)} cells in row {at} and {len(names)} columns: put texts with "
+                    f"{found.separators} into quotes, and fill in what is missing, or give another --separator"
                 )
         yield dict(zip(names, zip(*chunk, strict=True), strict=True))
         done += len(chunk)
         on_chunk()
 
 
-def read_parquet(path: Path, label: str, client: str | None, progress: Progress) -> dict[str, NDArray[Any]]:
+def frame_arrays(
+    frame: Any,
+    label: Any,
+    client: Any = None,
+    *,
+    missing: str = "refuse",
+    drop: str | Sequence[Any] = (),
+    categories: str | Sequence[Any] = (),
+) -> Arrays:
+    """Return a dataset's arrays from a pandas DataFrame, the same as an import of the same table.
+
+    Column names that are no texts are used as texts. Columns of pandas' type `category` hold categories, whatever they
+    are; the index is no column.
+    """
+    rules = TableRules(str(label), None if client is None else str(client), missing, drop, categories)
+    names = {str(name): name for name in frame.columns}
+    columns = Columns("the DataFrame", [str(name) for name in frame.columns], rules)
+    chunk = {name: frame[names[name]] for name in [*columns.named, *columns.features]}
+    categorical = [name for name, column in chunk.items() if hasattr(column.dtype, "categories")]
+    cells = {name: _frame_cells(column) for name, column in chunk.items()}
+    arrays, _ = columns.to_arrays([cells], categorical=categorical)
+    return arrays
+
+
+def _frame_cells(column: Any) -> NDArray[Any]:
+    """Return a column's cells, dates and durations as Python objects."""
+    cells: NDArray[Any] = column.to_numpy()
+    return cells.astype(f"{cells.dtype.kind}8[us]").astype(object) if cells.dtype.kind in "mM" else cells
+
+
+def read_parquet(path: Path, rules: TableRules, progress: Progress) -> tuple[Arrays, TableSummary]:
     """Read a Parquet file."""
     try:
         import pyarrow
@@ -78,13 +112,10 @@ def read_parquet(path: Path, label: str, client: str | None, progress: Progress)
         raise FedobpError("Parquet needs pyarrow: pip install 'fedobp[tables]'") from error
     with _arrow_errors(path, "a Parquet file", "save it again"), parquet.ParquetFile(path) as file:
         tables = (pyarrow.Table.from_batches([batch]) for batch in file.iter_batches(_CHUNK_ROWS))
-        rows = file.metadata.num_rows
-        return _read_arrow(path, file.schema_arrow, rows, tables, label, client, progress)
+        return _read_arrow(path, file.schema_arrow, file.metadata.num_rows, tables, rules, progress)
 
 
-def read_huggingface(
-    name: str, path: Path, label: str, client: str | None, progress: Progress
-) -> dict[str, NDArray[Any]]:
+def read_huggingface(name: str, path: Path, rules: TableRules, progress: Progress) -> tuple[Arrays, TableSummary]:
     """Read a Hugging Face dataset written by `save_to_disk`; the split `train` comes before the others."""
     try:
         import datasets
@@ -105,11 +136,15 @@ def read_huggingface(
                     "one of them alone"
                 )
         tables = (table for split in ordered for table in splits[split].with_format("arrow").iter(_CHUNK_ROWS))
-        # A registered dataset keeps its label numbers; other datasets get the label names of their ClassLabel.
-        classes = getattr(first.features.get(label), "names", None) if name not in REGISTRY else None
+        # Numbers of a ClassLabel are read as its names; but a registered dataset keeps its label numbers.
+        classes = {
+            column: kind.names for column, kind in first.features.items() if isinstance(kind, datasets.ClassLabel)
+        }
+        if name in REGISTRY:
+            classes.pop(rules.label, None)
+        n_train = len(splits["train"]) if "train" in splits else None
         rows = sum(map(len, splits.values()))
-        found = _read_arrow(path, first.features.arrow_schema, rows, tables, label, client, progress, classes)
-    return found if "train" not in splits else {**found, "n_train": np.array(len(splits["train"]))}
+        return _read_arrow(path, first.features.arrow_schema, rows, tables, rules, progress, classes, n_train)
 
 
 @contextmanager
@@ -128,51 +163,51 @@ def _read_arrow(
     schema: Any,
     rows: int,
     tables: Iterable[Any],
-    label: str,
-    client: str | None,
+    rules: TableRules,
     progress: Progress,
-    classes: Sequence[str] | None = None,
-) -> dict[str, NDArray[Any]]:
-    """Read Arrow tables; `classes` names labels stored as numbers, and a number without a name is missing."""
+    classes: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    n_train: int | None = None,
+) -> tuple[Arrays, TableSummary]:
+    """Read Arrow tables; `classes` names categories stored as numbers, and a number without a name is missing."""
     from pyarrow import types
 
     # pandas writes its index as a column of this name; it is not a feature.
     names = [name for name in schema.names if not re.fullmatch(r"__index_level_\d+__", name)]
-    columns = Columns(path, names, label, client)
+    columns = Columns(path, names, rules)
     arrow_types = {name: _storage_type(schema.field(name).type) for name in names}
     image_columns = [name for name in columns.features if _holds_images(arrow_types[name])]
     if len(image_columns) > 1:
         both = short(" and ".join(image_columns), 200)
-        raise FedobpError(f"{columns.where} has images in {both}: remove all but one of these columns")
+        raise FedobpError(f"{columns.where} has images in {both}: leave out all but one of these columns with --drop")
     columns.features = image_columns or columns.features
     for name in columns.named:
         if types.is_nested(arrow_types[name]):
             what = "images" if _holds_images(arrow_types[name]) else "lists"
             raise FedobpError(
-                f"{columns.where} has {what} in column '{short(name)}': labels and clients are whole numbers or names"
+                f"{columns.where} has, from row 1 on, {what} in column '{short(name)}': labels and clients are whole "
+                "numbers or names"
             )
     for name in columns.features:
         if types.is_nested(arrow_types[name]) and not image_columns:
             raise FedobpError(
-                f"{columns.where} has lists in column '{short(name)}': give each number a column, or import an npz"
+                f"{columns.where} has, from row 1 on, lists in column '{short(name)}': give each number a column, or "
+                f"import an npz, or leave the column out with {flag('--drop', name)}"
             )
 
     def chunks() -> Iterator[Chunk]:
         done = 0
         for table in tables:
             table.validate(full=True)  # offsets in a damaged file may point anywhere
-            chunk: dict[str, Any] = {name: table.column(name).to_pylist() for name in [*columns.named, *image_columns]}
-            if not image_columns:
-                chunk |= {name: table.column(name).to_numpy() for name in columns.features}
-            if classes:
-                chunk[label] = [
-                    None if at is None or not 0 <= at < len(classes) else classes[at] for at in chunk[label]
-                ]
+            chunk = {name: _arrow_cells(table.column(name)) for name in [*columns.named, *columns.features]}
+            for name in chunk.keys() & classes.keys():
+                chunk[name] = [_class_name(at, classes[name]) for at in chunk[name]]
             yield chunk
             done += len(table)
             progress(f"reading {path.name}", done / rows)
 
-    return columns.to_arrays(chunks(), ImageArray(rows) if image_columns else None)
+    categorical = [name for name in columns.features if types.is_dictionary(arrow_types[name])]
+    images = ImageArray(rows) if image_columns else None
+    return columns.to_arrays(chunks(), categorical=[*categorical, *classes], images=images, n_train=n_train)
 
 
 def _storage_type(arrow_type: Any) -> Any:
@@ -184,3 +219,18 @@ def _holds_images(arrow_type: Any) -> bool:
     from pyarrow import types
 
     return bool(types.is_struct(arrow_type)) and arrow_type.get_field_index("bytes") >= 0
+
+
+def _arrow_cells(column: Any) -> Cells:
+    """Return a column's cells: an array of numbers, or a list of Python objects, with durations but no dates in it."""
+    from pyarrow import duration, string, types
+
+    if types.is_temporal(column.type):
+        column = column.cast(duration("us") if types.is_duration(column.type) else string(), safe=False)
+    numbers = types.is_floating(column.type) or types.is_integer(column.type)
+    cells: Cells = column.to_numpy() if numbers and not column.null_count else column.to_pylist()
+    return cells
+
+
+def _class_name(at: float | None, names: Sequence[str]) -> str | None:
+    return names[int(at)] if at is not None and 0 <= at < len(names) else None
