@@ -1,11 +1,12 @@
 """A federation: clients with their data, and the model they train, to run any number of methods on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from fedobp.callbacks import Callback, check_callbacks
 from fedobp.config import Config
 from fedobp.data import (
     Dataset,
@@ -100,6 +101,10 @@ class Federation:
         device, dtype = torch.device(config.device), dtype_of(config.precision)
         return FederatedData(dataset, shards, device, dtype, config.normalize), partition_hash(dataset, shards)
 
+    def __repr__(self) -> str:
+        name, clients, size = self.config.dataset, self.config.clients, self.model.layout.size
+        return f"Federation({name}, {clients:,} clients, {self.model.name} of {size:,} parameters)"
+
     def plan(self, config: Config, method: Method, out: Path | None = None) -> RunPlan:
         """Return the plan of a run on these clients; `config` is resolved."""
         return RunPlan(config, method, self.model, self.data, self.partition, out)
@@ -110,19 +115,22 @@ class Federation:
         *,
         out: str | Path | None = None,
         progress: Callable[[Progress], None] | None = None,
+        callbacks: Sequence[Callback] = (),
         **options: Option,
     ) -> Result:
         """Train a method (the configuration's, unless another is named) and return its result.
 
         `options` are the method's own, such as `q=0.999`. With `out`, the run is written to that folder.
+        `callbacks` are called after every round and at the end.
         """
+        callbacks = check_callbacks(callbacks)
         config, configured = self.config, self.method
         if options or method not in (None, config.method):
             kept = config.options if method in (None, config.method) else {}
             config = replace(config, method=method or config.method, options={**kept, **options})
             config, configured = with_method(config)
         plan = self.plan(config, configured, None if out is None else folder_path(out))
-        [result] = train_side_by_side([plan], progress or (lambda _: None))
+        [result] = train_side_by_side([plan], progress or (lambda _: None), callbacks=callbacks)
         if isinstance(result, BaseException):
             raise result
         return result

@@ -16,6 +16,7 @@ from fedobp.cli.settings import (
     PartitionSet,
     Q,
     Set,
+    Track,
     method_options,
     note_chosen,
     parse_pairs,
@@ -33,6 +34,7 @@ def run(
     partition_set: PartitionSet = None,
     config: ConfigFile = None,
     out: Out = None,
+    track: Track = None,
     as_json: Json = False,
 ) -> None:
     """Train one method on a federation and write a run folder.
@@ -44,16 +46,19 @@ def run(
     fedobp run --method fedper --rounds 20 --clients 10 --alpha 0.5
     fedobp run --dataset cifar10 --q 0.9999 --set score=product --protocol paper
     fedobp run --config runs/NAME/config.toml
+    fedobp run --track tensorboard
     """
     from fedobp.federation import Federation, read
     from fedobp.report.tables import run_table
     from fedobp.resolution import resolve
     from fedobp.storage import new_run_folder
+    from fedobp.trackers import trackers_named
 
     base = read_config(config) if config else {}
     options, partition_options = method_options(set_, q), parse_pairs("--partition-set", partition_set)
     merged = _merged(base, given, options, partition_options)
     asked = Config(**merged)
+    trackers = trackers_named(track or [])
     dataset = read(asked)
     resolved, method = resolve(asked, dataset)
     note_chosen(merged, resolved)
@@ -61,7 +66,8 @@ def run(
     folder = out or new_run_folder(f"{resolved.method}-{resolved.dataset}-seed{resolved.seed}")
     try:
         with round_progress(1, resolved.rounds) as advance, redirect_stdout(sys.stderr):  # what plugins print
-            result = federation.run(out=folder, progress=partial(advance, resolved.method))
+            callbacks = [tracker(folder / tracker.subfolder) for tracker in trackers]
+            result = federation.run(out=folder, progress=partial(advance, resolved.method), callbacks=callbacks)
     finally:
         if out is None:
             with suppress(OSError):  # the new folder is empty only if the run could not start

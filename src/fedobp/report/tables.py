@@ -2,7 +2,8 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from html import escape
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -10,19 +11,24 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from fedobp.evaluation import Accuracy, Protocol
-from fedobp.result import Result
+from fedobp.evaluation import Accuracy
+from fedobp.report.groups import by_settings
+
+if TYPE_CHECKING:
+    from fedobp.result import Failure, Result
 
 
-class _Table:
+class ResultTable:
     """A table that fits the terminal: columns that do not fit are left out, the last ones first, and named below it.
 
-    If not even two columns fit, each row becomes a list. So a name and its first number are never cut.
+    If not even two columns fit, each row becomes a list. So a name and its first number are never cut. `notes` are
+    lines below the table. A notebook shows the same cells.
     """
 
     def __init__(self, *columns: str) -> None:
         self._columns = columns
         self._rows: list[tuple[str, ...]] = []
+        self.notes: list[str] = []
 
     def add_row(self, *cells: str) -> None:
         """Add a cell for each column."""
@@ -37,6 +43,17 @@ class _Table:
         return table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from self._fitted(console, options)
+        yield from map(Text, self.notes)
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{escape(column)}</th>" for column in self._columns)
+        rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self._rows)
+        body = "".join(f"<tr>{cells}</tr>" for cells in rows)
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f"<div>{table if self._rows else ''}{''.join(f'<p>{escape(note)}</p>' for note in self.notes)}</div>"
+
+    def _fitted(self, console: Console, options: ConsoleOptions) -> RenderResult:
         unlimited = options.update(max_width=10_000)
         for count in range(len(self._columns), 1, -1):
             table = self._with_columns(count)
@@ -58,16 +75,14 @@ def _format_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def _protocol_note(protocol: Protocol) -> str:
-    which = "round " + str(protocol.rounds[-1])
-    if protocol.pick == "best":
-        which = "best of rounds " + ", ".join(map(str, protocol.rounds))
-    return f"Accuracy in per cent on all clients' test parts, {which} (protocol {protocol.name})."
+def _protocol_note(results: "Sequence[Result]") -> str:
+    protocols = dict.fromkeys(f"{run.protocol.reported} (protocol {run.protocol.name})" for run in results)
+    return f"Accuracy in per cent on all clients' test parts, {' or '.join(protocols)}."
 
 
-def run_table(result: Result) -> RenderableType:
+def run_table(result: "Result") -> ResultTable:
     """Return one run's accuracies by model, and its costs."""
-    table = _Table("model", "pooled", "client mean", "std", "worst tenth", "balanced")
+    table = ResultTable("model", "pooled", "client mean", "std", "worst tenth", "balanced")
     rows: list[tuple[str, Accuracy | None]] = [
         ("as served", result.accuracy),
         ("own last local model", result.last),
@@ -89,81 +104,91 @@ def run_table(result: Result) -> RenderableType:
         f"Personal parameters per client: {result.personal.mean:,.0f} of {result.models.size:,}. Traffic per round: "
         f"{down} down, {up} up. {result.seconds:.1f} s."
     )
-    lines = [_protocol_note(result.protocol), _majority_note([result]), *_new_clients_note([result]), cost]
-    return Group(table, *map(Text, lines))
+    table.notes = [_protocol_note([result]), _majority_note([result]), *_new_clients_note([result]), cost]
+    return table
 
 
-def _new_clients_note(results: Sequence[Result]) -> list[str]:
-    held_out = results[0].config.holdout_clients
+def _new_clients_note(results: "Sequence[Result]") -> list[str]:
+    held_out = " or ".join(str(count) for count in sorted({run.config.holdout_clients for run in results}) if count)
     if not held_out:
         return []
     return [f"New clients: {held_out}, held out of all rounds and of the other numbers; each trains once, by itself."]
 
 
-def _majority_note(results: Sequence[Result]) -> str:
+def _majority_note(results: "Sequence[Result]") -> str:
     guess = statistics.fmean(result.accuracy.majority_class for result in results)
     return f"Always answering each client's most frequent training label would give {guess:.2f}."
 
 
-def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Return one row per method: mean and standard deviation (n - 1; None for one seed) over its seeds."""
+def summarise(results: "Sequence[Result]") -> list[dict[str, Any]]:
+    """Return one row per method: mean and standard deviation (n - 1; None for one seed) over its seeds.
+
+    If other settings differ too, there is a row for each combination, and `method` names them.
+    """
     return [
         {
-            "method": method,
+            "method": label,
             **{name: _mean_and_std([getattr(r.accuracy, name) for r in runs]) for name in ("pooled", "client_mean")},
             **{f"new_clients_{name}": _mean_and_std(values) for name, values in _new_client_accuracies(runs).items()},
             "seeds": [run.config.seed for run in runs],
         }
-        for method, runs in _by_method(results).items()
+        for label, runs in by_settings(results).items()
     ]
 
 
-def _new_client_accuracies(runs: Sequence[Result]) -> dict[str, list[float]]:
+def _new_client_accuracies(runs: "Sequence[Result]") -> dict[str, list[float]]:
     """Return the pooled accuracies of held-out clients, if there are any."""
     new = [run.new_clients for run in runs if run.new_clients]
     return {"served": [one.served.pooled for one in new], "visited": [one.visited.pooled for one in new]} if new else {}
-
-
-def _by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
-    grouped: dict[str, list[Result]] = {}
-    for result in results:
-        grouped.setdefault(result.config.method, []).append(result)
-    return grouped
 
 
 def _mean_and_std(values: Sequence[float]) -> dict[str, float | None]:
     return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else None}
 
 
-def compare_table(results: Sequence[Result]) -> RenderableType:
-    """Return a row for each method, in the order given."""
-    seeds = sorted({result.config.seed for result in results})
+def compare_table(results: "Sequence[Result]") -> ResultTable:
+    """Return a row for each method, in the order given; if other settings differ, for each combination of them."""
+    groups = by_settings(results)
     accuracies = ["pooled", "client_mean", *(f"new_clients_{name}" for name in _new_client_accuracies(results))]
     heads = {"client_mean": "client mean", "new_clients_served": "new client", "new_clients_visited": "after one round"}
     names = [heads.get(name, name) for name in accuracies]
-    table = _Table("method", *names, "personal", "down", "up", "seconds")
-    for row, runs in zip(summarise(results), _by_method(results).values(), strict=True):
+    table = ResultTable("method", *names, "personal", "down", "up", "seconds")
+    for row, runs in zip(summarise(results), groups.values(), strict=True):
         table.add_row(
             row["method"],
-            *(_format_mean_and_std(row[name]) for name in accuracies),
+            *(_format_mean_and_std(row[name]) if name in row else "-" for name in accuracies),
             f"{statistics.fmean(run.personal.mean for run in runs):,.0f}",
             _format_bytes(statistics.fmean(run.bytes.down_per_round for run in runs)),
             _format_bytes(statistics.fmean(run.bytes.up_per_round for run in runs)),
             f"{statistics.fmean(run.seconds for run in runs):.1f}",
         )
-    seen = f"Seed {seeds[0]}." if len(seeds) == 1 else f"Mean ± deviation (n - 1) over seeds {seeds[0]} to {seeds[-1]}."
-    units = (
-        f"Personal: a client's own parameters, of {results[0].models.size:,}. Down, up: the cohort's payload per round."
-    )
-    shares = "Seconds: a run's equal share of the time, because runs train side by side."
-    lines = (
-        f"{_protocol_note(results[0].protocol)} {seen}",
-        units,
-        shares,
+    sizes = " or ".join(f"{size:,}" for size in sorted({run.models.size for run in results}))
+    table.notes = [
+        f"{_protocol_note(results)} {_seeds_note(results, any(len(runs) > 1 for runs in groups.values()))}",
+        f"Personal: a client's own parameters, of {sizes}. Down, up: the cohort's payload per round.",
+        "Seconds: a run's equal share of the time, because runs train side by side.",
         _majority_note(results),
         *_new_clients_note(results),
-    )
-    return Group(table, *map(Text, lines))
+    ]
+    return table
+
+
+def _seeds_note(results: "Sequence[Result]", means: bool) -> str:
+    seeds = sorted({result.config.seed for result in results})
+    partitions = sorted({result.config.partition_seed for result in results})
+    if means and len(seeds) == 1 and len(partitions) > 1:
+        return f"Seed {seeds[0]}; mean ± deviation (n - 1) over partition seeds {partitions[0]} to {partitions[-1]}."
+    if len(seeds) == 1:
+        return f"Seed {seeds[0]}."
+    return f"{'Mean ± deviation (n - 1) over seeds' if means else 'Seeds'} {seeds[0]} to {seeds[-1]}."
+
+
+def results_html(results: "Sequence[Result]", failures: "Sequence[Failure]") -> str:
+    """Return the table of a comparison for a notebook, with a line for each run that failed."""
+    table = compare_table(results) if results else ResultTable()
+    table.notes += [f"Failed: {failure.method}, seed {failure.seed}: {failure.error}" for failure in failures]
+    table.notes += [] if table.notes else ["No runs."]
+    return table._repr_html_()
 
 
 def _format_mean_and_std(spread: dict[str, float | None]) -> str:
@@ -174,7 +199,7 @@ def bench_table(found: Mapping[str, Any]) -> RenderableType:
     """Return both engines' speed, the workload that was measured, and the estimated time of a run."""
     top = max(row["flops_per_second"] for row in found["engines"])
     unit, size = ("TFLOP/s", 1e12) if top >= 1e12 else ("GFLOP/s", 1e9)
-    table = _Table(
+    table = ResultTable(
         "engine", "rounds", "steps/s", "full", unit, "of peak", "s/round", "speed", f"{found['rounds']} rounds"
     )
     for row in found["engines"]:
@@ -232,7 +257,7 @@ def methods_table(methods: Sequence[dict[str, Any]]) -> RenderableType:
 
 def datasets_table(datasets: Sequence[dict[str, Any]]) -> RenderableType:
     """Return a row for each dataset."""
-    table = _Table("dataset", "samples", "shape", "classes", "clients", "available")
+    table = ResultTable("dataset", "samples", "shape", "classes", "clients", "available")
     for row in datasets:
         samples, clients = (f"{row[name]:,}" if row[name] else "-" for name in ("samples", "clients"))
         shape = "x".join(map(str, row["shape"]))
