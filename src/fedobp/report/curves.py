@@ -2,13 +2,12 @@
 
 import io
 from collections.abc import Sequence
-from itertools import cycle
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import TABLEAU_COLORS
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from fedobp.errors import FedobpError
 from fedobp.report.groups import by_settings
@@ -16,7 +15,7 @@ from fedobp.report.groups import by_settings
 if TYPE_CHECKING:
     from fedobp.result import Result
 
-_STYLES = ("-", "--", ":", "-.")  # ten colours each
+_STYLES = ("-", "--", ":", "-.")  # for ten curves each, as matplotlib has ten colours
 _MOST_POINTS = 30  # evaluations that are marked one by one
 
 
@@ -35,17 +34,16 @@ def plot_curves(results: "Sequence[Result]", ax: Axes | None = None) -> Figure:
         raise FedobpError("there is no finished run to plot: look at the errors of those that failed")
     figure = Curves(figsize=(7, 4.2), layout="constrained") if ax is None else cast(Figure, ax.figure)
     ax = figure.subplots() if ax is None else ax
-    looks = cycle((colour, style) for style in _STYLES for colour in TABLEAU_COLORS)
-    for (label, runs), (colour, style) in zip(by_settings(results).items(), looks, strict=False):
+    for label, runs in by_settings(results).items():
         rounds = [point[0] for point in runs[0].history]
         pooled = np.array([[point[1] for point in run.history] for run in runs])
         mean = pooled.mean(axis=0)
-        marker = "o" if len(rounds) <= _MOST_POINTS else ""
+        marker, style = "o" if len(rounds) <= _MOST_POINTS else "", _STYLES[len(ax.lines) // 10 % len(_STYLES)]
         name = label if len(runs) == 1 else f"{label} ({len(runs)} runs)"
-        ax.plot(rounds, mean, style, color=colour, marker=marker, markersize=3, linewidth=1.6, label=name)
+        [line] = ax.plot(rounds, mean, style, marker=marker, markersize=3, linewidth=1.6, label=name)
         if len(runs) > 1:
             spread = pooled.std(axis=0, ddof=1)
-            ax.fill_between(rounds, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0)
+            ax.fill_between(rounds, mean - spread, mean + spread, color=line.get_color(), alpha=0.15, linewidth=0)
     _decorate(ax, results)
     return figure
 
@@ -55,6 +53,7 @@ def _decorate(ax: Axes, results: "Sequence[Result]") -> None:
     datasets = list(dict.fromkeys(result.config.dataset for result in results))
     if len(datasets) == 1:
         ax.set_title(datasets[0], parse_math=False)  # dollar signs in names are no formulas
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.grid(color="#eeeeee")
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
