@@ -29,6 +29,16 @@ def test_python_examples_run(page, capsys):
         del NETS[name]
 
 
+@pytest.mark.parametrize("page", ["docs/python.md", "docs/callbacks.md"])
+def test_python_examples_of_a_page_run_one_after_the_other(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+    assert "fedobp" in capsys.readouterr().out
+
+
 def test_the_architecture_page_shows_the_round_as_it_is():
     [shown] = re.findall(r"```python\n(def round.*?)```", (ROOT / "docs/architecture.md").read_text(), flags=re.DOTALL)
     head, docstring, body = re.split(r'(    """.*?"""\n)', dedent(getsource(Run.round)), maxsplit=1)

@@ -40,6 +40,16 @@ assert (numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) ==
     assert ran("-c", code) == (0, "", "")
 
 
+def test_public_names_are_listed_without_torch(ran):
+    code = """
+import sys
+import fedobp
+assert {"Callback", "Config", "Federation", "Results", "sweep", "trackers"} <= set(dir(fedobp))
+assert not {"torch", "numpy"} & set(sys.modules)
+"""
+    assert ran("-c", code) == (0, "", "")
+
+
 def test_nothing_is_pickled():
     for path in (ROOT / "src").rglob("*.py"):
         text = path.read_text()
@@ -74,6 +84,7 @@ def test_the_wheel_works_in_an_empty_environment_outside_the_clone(ran, tmp_path
 
 
 def test_the_package_offers_exactly_its_public_names():
-    assert all(hasattr(fedobp, name) for name in fedobp.__all__)
+    assert dir(fedobp) == sorted(fedobp.__all__)
+    assert all(hasattr(fedobp, name) for name in dir(fedobp))
     with pytest.raises(AttributeError, match="no attribute 'Fedration'"):
         _ = fedobp.Fedration

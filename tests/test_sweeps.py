@@ -5,7 +5,7 @@ from cli.cases import write_npz
 from lanes_cases import metrics, vector
 from resolved import resolved
 
-from fedobp import Config, FedobpError, SweepError, sweep
+from fedobp import Config, Failure, FedobpError, Result, Results, SweepError, sweep
 from fedobp.data import data_dir, load
 from fedobp.sweeps import plan_sweep
 
@@ -96,6 +96,35 @@ def test_a_plan_without_its_failures_counts_the_others_anew():
     assert (plan.asked, plan.launches, plan.failures) == (list(plan.configs.values()), [[0], [1]], {})
     assert [config.clients for config in plan.asked] == [5, 6]
     assert plan_sweep([]).launches == plan_sweep([], dataset=load("digits", data_dir())).launches == []
+
+
+def test_failures_may_be_returned_in_the_places_of_their_results(tmp_path):
+    settings = {"rounds": 2, "clients": 8, "model": "mlp"}
+    changes = [{"method": "fedprox", "options": {"mu": -1}}, {}, {"lr": 1e9, "seed": 7}, {"clients": 1000}]
+    configs = [Config(**{**settings, **change}) for change in changes]
+    found = sweep(configs, failures="return", out=[tmp_path / str(run) for run in range(4)])
+    assert [type(one) for one in found] == [Failure, Result, Failure, Failure]
+    assert [(one.method, one.seed) for one in found.failed] == [("fedprox", 42), ("fedobp", 7), ("fedobp", 42)]
+    for failure, cause in zip(
+        found.failed, ("option 'mu' of fedprox", "no longer finite", "1000 clients"), strict=True
+    ):
+        assert cause in failure.error
+        assert isinstance(failure.exception, FedobpError)
+    assert found[0].config == configs[0]  # as it was asked
+    assert found[2].config == resolved(configs[2])
+    assert found[1].out == tmp_path / "1"
+    assert sweep([], failures="return") == []
+    with pytest.raises(FedobpError, match="unknown value of `failures` 'raises': did you mean 'raise'"):
+        sweep(configs, failures="raises")
+
+
+def test_results_of_a_sweep_are_results_and_its_error_holds_the_exceptions():
+    settings = {"rounds": 1, "clients": 8, "model": "mlp"}
+    assert isinstance(sweep([Config(**settings)]), Results)
+    with pytest.raises(SweepError) as caught:
+        sweep([Config(**settings, dataset="nothing")])
+    [failure] = caught.value.failed
+    assert isinstance(failure.exception, FedobpError)
 
 
 @pytest.mark.parametrize(

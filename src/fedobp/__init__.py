@@ -19,29 +19,34 @@ from fedobp.errors import FedobpError
 TYPE_CHECKING = False  # `typing` alone takes longer to load than all that is above
 if TYPE_CHECKING:
     from fedobp import method as method
+    from fedobp import trackers as trackers
+    from fedobp.callbacks import Callback
     from fedobp.config import Config
     from fedobp.data import Dataset
     from fedobp.evaluation import Accuracy
     from fedobp.federation import Federation
     from fedobp.launch import Progress
     from fedobp.models import Model
-    from fedobp.result import Result
+    from fedobp.result import Failure, Result, Results
     from fedobp.storage import load_state_dict
     from fedobp.sweeps import SweepError, sweep
 
 __all__ = [
-    "Accuracy", "Config", "Dataset", "Federation", "FedobpError", "Model", "Progress", "Result", "SweepError",
-    "__version__", "load_state_dict", "method", "sweep",
+    "Accuracy", "Callback", "Config", "Dataset", "Failure", "Federation", "FedobpError", "Model", "Progress", "Result",
+    "Results", "SweepError", "__version__", "load_state_dict", "method", "sweep", "trackers",
 ]  # fmt: skip
 
 _MODULES = {
     "Accuracy": "evaluation",
+    "Callback": "callbacks",
     "Config": "config",
     "Dataset": "data",
+    "Failure": "result",
     "Federation": "federation",
     "Model": "models",
     "Progress": "launch",
     "Result": "result",
+    "Results": "result",
     "SweepError": "sweeps",
     "load_state_dict": "storage",
     "sweep": "sweeps",
@@ -49,8 +54,12 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    if name == "method":
-        return import_module("fedobp.method")
+    if name in ("method", "trackers"):
+        return import_module(f"fedobp.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module 'fedobp' has no attribute '{name}'")
     return getattr(import_module(f"fedobp.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

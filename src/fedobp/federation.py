@@ -1,6 +1,6 @@
 """A federation: clients with their data, and the model they train, to run any number of methods on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fedobp.algorithms import METHODS, is_declared, method_class, register_method
+from fedobp.callbacks import Callback, check_callbacks
 from fedobp.config import Config
 from fedobp.data import (
     Dataset,
@@ -107,10 +108,6 @@ class Federation:
         self.data, self.partition = self._assigned(beside)
         self.model = beside.model if beside and _model_key(beside) == _model_key(self) else model_for(config, dataset)
 
-    def __repr__(self) -> str:
-        config, size = self.config, self.model.layout.size
-        return f"Federation({config.dataset}, {config.clients} clients, {self.model.name} of {size:,} parameters)"
-
     def _assigned(self, beside: "Federation | None") -> tuple[FederatedData, str]:
         """Return the clients' data and the hash of their partition."""
         config = self.config
@@ -124,6 +121,10 @@ class Federation:
         device, dtype = torch.device(config.device), dtype_of(config.precision)
         return FederatedData(dataset, shards, device, dtype, config.normalize), partition_hash(dataset, shards)
 
+    def __repr__(self) -> str:
+        name, clients, size = self.config.dataset, self.config.clients, self.model.layout.size
+        return f"Federation({name}, {clients:,} clients, {self.model.name} of {size:,} parameters)"
+
     def plan(self, config: Config, method: Method, out: Path | None = None) -> RunPlan:
         """Return the plan of a run on these clients; `config` is resolved."""
         return RunPlan(config, method, self.model, self.data, self.partition, out, tuple(notes_of(config, self.source)))
@@ -134,20 +135,23 @@ class Federation:
         *,
         out: str | Path | None = None,
         progress: Callable[[Progress], None] | None = None,
+        callbacks: Sequence[Callback] = (),
         **options: Option,
     ) -> Result:
         """Train a method (the configuration's, unless another is given, by name or as a class) and return its result.
 
         `options` are the method's own, such as `q=0.999`. With `out`, the run is written to that folder.
+        `callbacks` are called after every round and at the end.
         """
         method = register_method(method) if isinstance(method, type) else method
+        callbacks = check_callbacks(callbacks)
         config, configured = self.config, self.method
         if options or method not in (None, config.method):
             kept = config.options if method in (None, config.method) else {}
             config = replace(config, method=method or config.method, options={**kept, **options})
             config, configured = with_method(config, self.source)
         plan = self.plan(config, configured, None if out is None else folder_path(out))
-        [result] = train_side_by_side([plan], progress or (lambda _: None))
+        [result] = train_side_by_side([plan], progress or (lambda _: None), callbacks=callbacks)
         if isinstance(result, BaseException):
             raise result
         return result

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 
 from fedobp.algorithms import attributing_errors
+from fedobp.callbacks import Callback, report_end
 from fedobp.config import Config
 from fedobp.data import PARTITIONERS, Dataset, FederatedData, partitioner
 from fedobp.engine import (
@@ -156,7 +157,12 @@ def _runs_at_once(configs: Sequence[Config], dataset: Dataset) -> int:
 
 
 def simulate(
-    plan: RunPlan, engine: Engine, budget: Budget, keep_models: bool = True, launch: Sequence[Config] = ()
+    plan: RunPlan,
+    engine: Engine,
+    budget: Budget,
+    keep_models: bool = True,
+    launch: Sequence[Config] = (),
+    callbacks: Sequence[Callback] = (),
 ) -> Simulation:
     """Return a run with its clients, before round 1."""
     config, method, model, data, partition, out, notes = plan
@@ -179,6 +185,7 @@ def simulate(
         keep_models=keep_models,
         launch=launch,
         notes=notes,
+        callbacks=callbacks,
     )
     return Simulation(run, clients)
 
@@ -186,15 +193,16 @@ def simulate(
 class Launch:
     """Runs that train side by side, by position; a run that fails leaves the others alone."""
 
-    def __init__(self, plans: Sequence[RunPlan], keep_models: bool) -> None:
+    def __init__(self, plans: Sequence[RunPlan], keep_models: bool, callbacks: Sequence[Callback] = ()) -> None:
         first, configs = plans[0], [plan.config for plan in plans]
         batch = batch_size_for(first.config, [plan.data for plan in plans])
-        self._plans, self.engine = plans, engine_for(first.config, first.model, batch)
+        self._plans, self._callbacks = plans, callbacks
+        self.engine = engine_for(first.config, first.model, batch)
         self._outcomes: dict[int, Result | BaseException] = {}
         self.active: dict[int, Simulation] = {}
         budget = Budget(memory_for(first.config, "store"))
         for at, plan in enumerate(plans):
-            if one := self.attempt(at, partial(simulate, plan, self.engine, budget, keep_models, configs)):
+            if one := self.attempt(at, partial(simulate, plan, self.engine, budget, keep_models, configs, callbacks)):
                 self.active[at] = one
 
     def attempt(self, at: int, step: Callable[[], T]) -> T | None:
@@ -207,12 +215,22 @@ class Launch:
         done = caught(attributed)
         if not isinstance(done, BaseException):
             return done
-        self.active.pop(at, None)
-        self._outcomes[at] = done
+        self._end(at, done)
         if len(self._plans) > 1:  # the others need the memory that its frames hold
             for error in (done, done.__cause__):
                 clear_frames(error.__traceback__ if error else None)
         return None
+
+    def _end(self, at: int, outcome: Result | BaseException) -> None:
+        """End a run; callbacks hear of one that has started."""
+        if self.active.pop(at, None):
+            outcome = report_end(self._callbacks, self._plans[at].config, outcome)
+        self._outcomes[at] = outcome
+
+    def end_all(self, error: BaseException) -> None:
+        """End all runs that are active, with what stops them: an interrupt, for example."""
+        for at in list(self.active):
+            self._end(at, error)
 
     def plan(self, number: int) -> dict[int, Planned]:
         """Return the jobs of each run's round, or why there are none."""
@@ -250,7 +268,7 @@ class Launch:
         """Return each run's result, or what ended it."""
         for at, one in list(self.active.items()):
             if result := self.attempt(at, one.run.result):
-                self._outcomes[at] = result
+                self._end(at, result)
         return [self._outcomes[at] for at in range(len(self._plans))]
 
 
@@ -271,17 +289,30 @@ def _advance(round: Round, update: Update | None) -> ClientJob | None:
 
 
 def train_side_by_side(
-    plans: Sequence[RunPlan], progress: Callable[[Progress], None], keep_models: bool = True
+    plans: Sequence[RunPlan],
+    progress: Callable[[Progress], None],
+    keep_models: bool = True,
+    callbacks: Sequence[Callback] = (),
 ) -> list[Result | BaseException]:
-    """Take runs through their rounds: the jobs of all of them are trained in one engine call."""
+    """Take runs through their rounds; return each run's result, or what ended it."""
     if not plans:
         return []
-    last = time.perf_counter()
-    launch = Launch(plans, keep_models)
+    started = time.perf_counter()
+    launch = Launch(plans, keep_models, callbacks)
+    try:
+        _train(launch, progress, started)
+        return launch.results()
+    except BaseException as error:  # an interrupt
+        launch.end_all(error)
+        raise
+
+
+def _train(launch: Launch, progress: Callable[[Progress], None], last: float) -> None:
+    """Run all rounds: the jobs of all runs are trained in one engine call."""
     plan, prepared = launch.plan(1), None
     for number in count(1):
         if not plan:
-            return launch.results()
+            return
         started, before = time.perf_counter(), launch.engine.counters
         rounds = launch.start(plan)
         jobs = launch.advance(rounds, dict.fromkeys(rounds))
@@ -302,4 +333,3 @@ def train_side_by_side(
             launch.attempt(at, partial(run.log_times, times, (now - last) / len(active)))  # each has an equal share
             progress(Progress(run.config.method, number, run.config.rounds, run.accuracy, at))
         last = now
-    raise AssertionError("count has no end")

@@ -92,6 +92,11 @@ def is_importable(given: Any) -> bool:
         return False
 
 
+def is_ours(given: Any) -> bool:
+    """Return whether a class or function belongs to this package."""
+    return str(getattr(given, "__module__", "")).partition(".")[0] == _OURS
+
+
 @contextmanager
 def attributing_errors(kind: str, name: str, owner: Any) -> Iterator[None]:
     """Raise an exception from code outside this package as a user error that names what it belongs to and the line.
@@ -105,7 +110,7 @@ def attributing_errors(kind: str, name: str, owner: Any) -> Iterator[None]:
     except (FedobpError, KeyboardInterrupt, Stopped):
         raise
     except BaseException as error:  # also SystemExit
-        if package == _OURS:
+        if is_ours(owner):
             raise
         places = [
             f"{frame.f_code.co_filename}:{line}"

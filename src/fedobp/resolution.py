@@ -26,9 +26,9 @@ from fedobp.engine import vectorises
 from fedobp.errors import FedobpError, short
 from fedobp.evaluation import make_protocol
 from fedobp.method import Method
-from fedobp.models import NETS, Model, network, network_options
+from fedobp.models import Model, network, network_options
 from fedobp.options import Options
-from fedobp.plugins import is_reference, label
+from fedobp.plugins import is_ours, is_reference, label
 
 
 def check_names(config: Config) -> None:
@@ -177,7 +177,7 @@ def _machine(config: Config) -> Config:
 
 def _engine(config: Config, dataset: Dataset) -> Any:
     """Return the engine: lanes, unless none is asked for and the network of the user cannot be vectorised."""
-    if config.engine != "auto" or network(config.model) in NETS.values():
+    if config.engine != "auto" or is_ours(network(config.model)):
         return config.engine
     reason = vectorises(model_for(config, dataset))
     if reason is None:

@@ -1,14 +1,20 @@
-"""The result of a run."""
+"""The result of a run, and the results of several: as plain values, a DataFrame, curves, a table in a notebook."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, SupportsIndex, TypeVar, overload
 
 from torch import Tensor
 
 from fedobp.config import Config
+from fedobp.errors import short
 from fedobp.evaluation import Accuracy, Metrics, NewClients, Personal, Protocol, metrics_of, metrics_to_json
 from fedobp.storage import ClientModels
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class Compute:
     use: float  # before a model is used: fine-tuning and the like, in the last evaluation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """The result of a run. Accuracies are per cent, chosen by `protocol`."""
 
@@ -64,6 +70,24 @@ class Result:
         """Return a client's final model, or the global one, as an ordinary state dict."""
         return self.models.state_dict(client)
 
+    def __repr__(self) -> str:
+        config, found = self.config, self.accuracy
+        numbers = f"{found.pooled:.2f} pooled, {found.client_mean:.2f} client mean, {self.protocol.reported}"
+        return f"Result({config.method} on {config.dataset}, seed {config.seed}: {numbers})"
+
+    def to_pandas(self, *, history: bool = False) -> "DataFrame":
+        """Return a DataFrame of one row; with `history`, of one row an evaluation. See `Results.to_pandas`."""
+        return Results([self]).to_pandas(history=history)
+
+    def plot(self, ax: "Axes | None" = None) -> "Figure":
+        """Draw the pooled accuracy over the rounds, into `ax` or a new figure, and return the figure."""
+        return Results([self]).plot(ax)
+
+    def _repr_html_(self) -> str:
+        from fedobp.report.tables import run_table
+
+        return run_table(self)._repr_html_()
+
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain values: what `fedobp run --json` prints."""
         config = self.config
@@ -91,3 +115,75 @@ class Result:
             "out": str(self.out) if self.out else None,
             **({"notes": list(self.notes)} if self.notes else {}),
         }
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that failed, and why, in one sentence."""
+
+    method: str
+    seed: int | None  # None: a method of which no run could be planned
+    error: str
+    config: Config | None = field(default=None, repr=False)  # None: there is no valid one
+    exception: BaseException | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        return f"Failure({self.method}, seed {self.seed}: {short(self.error, 200)})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the failure as plain values."""
+        return {"method": self.method, "seed": self.seed, "error": self.error}
+
+
+Run = TypeVar("Run", bound=Result | Failure)
+
+
+class Results(list[Run], Generic[Run]):
+    """The results of several runs, in order: a list that gives a DataFrame, curves, and a table in a notebook."""
+
+    @overload
+    def __getitem__(self, at: SupportsIndex) -> Run: ...
+    @overload
+    def __getitem__(self, at: slice) -> "Results[Run]": ...
+    def __getitem__(self, at: SupportsIndex | slice) -> "Run | Results[Run]":
+        return Results(super().__getitem__(at)) if isinstance(at, slice) else super().__getitem__(at)
+
+    def __repr__(self) -> str:
+        return "[" + ",\n ".join(map(repr, self)) + "]"
+
+    @property
+    def finished(self) -> "Results[Result]":
+        """The results without failures."""
+        return Results(one for one in self if isinstance(one, Result))
+
+    @property
+    def failed(self) -> list[Failure]:
+        """The failures."""
+        return [one for one in self if isinstance(one, Failure)]
+
+    def to_pandas(self, *, history: bool = False) -> "DataFrame":
+        """Return a DataFrame of one row a run; with `history`, of one row an evaluation of a finished run.
+
+        Columns are the settings (`options.q` is an option) and the numbers by their names in JSON, such as
+        `accuracy.pooled`. A failure has its settings and an `error`.
+        """
+        from fedobp.report.frames import failure_row, frame, history_rows, result_row
+
+        if history:
+            runs = [(at, one) for at, one in enumerate(self) if isinstance(one, Result)]
+            return frame([row for at, one in runs for row in history_rows(at, one)])
+        return frame([result_row(one) if isinstance(one, Result) else failure_row(one) for one in self])
+
+    def plot(self, ax: "Axes | None" = None) -> "Figure":
+        """Draw the pooled accuracy over the rounds, into `ax` or a new figure, and return the figure.
+
+        Runs that differ in their seeds only are one curve: their mean, in a band of one standard deviation (n - 1).
+        """
+        from fedobp.report.curves import plot_curves
+
+        return plot_curves(self.finished, ax)
+
+    def _repr_html_(self) -> str:
+        from fedobp.report.tables import results_html
+
+        return results_html(self.finished, self.failed)

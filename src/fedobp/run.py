@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedobp.accounting import Accounting, cost_of
+from fedobp.callbacks import Callback, report_round
 from fedobp.config import Config, side_by_side
 from fedobp.engine import Budget, ClientJob, Store
 from fedobp.errors import FedobpError
@@ -48,6 +49,7 @@ class Run:
         keep_models: bool = True,
         launch: Sequence[Config] = (),
         notes: Sequence[str] = (),
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.config, self.method, self.model = config, method, model
         self.server, self.records = initial.server, Store(initial.record, config.clients, budget)
@@ -57,11 +59,10 @@ class Run:
         self._models: ClientModels | None = None  # those of the last round
         self._partition, self._metadata = partition, metadata or {}
         self._keep_models = keep_models or (out is not None and config.save_models == "all")
-        self._launch = launch  # all runs that train side by side, in order
+        self._launch, self._callbacks = launch, callbacks  # `launch`: all runs that train side by side, in order
         self._notes = tuple(notes)  # what its folder does not hold
-        self._folder = (
-            _open_folder(out, config, partition, launch, notes) if out else None
-        )  # last: a run that starts has one
+        # Last: a run that starts has a folder.
+        self._folder = _open_folder(out, config, partition, launch, notes) if out else None
 
     def plan(self, number: int) -> list[ClientJob]:
         """Return the jobs of a round, without downloads: a pure function of the round.
@@ -128,6 +129,7 @@ class Run:
             finally:  # what a round cost is logged even if fine-tuning diverges
                 if self._folder:
                     self._folder.log("metrics", line)
+                report_round(self._callbacks, self.config, line)
 
     def _evaluate(self, number: int) -> Report:
         """Test all clients; the last round's served models are kept as the run's.

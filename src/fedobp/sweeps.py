@@ -5,26 +5,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
+from typing import Literal, get_args, overload
 
+from fedobp.callbacks import Callback, check_callbacks
 from fedobp.config import Config
 from fedobp.data import Dataset
 from fedobp.engine import caught
-from fedobp.errors import FedobpError, described
+from fedobp.errors import FedobpError, described, short, unknown
 from fedobp.federation import Federation, folder_path, read, source_key, with_dataset
 from fedobp.launch import Progress, RunPlan, check_launches, group_launches, train_side_by_side
 from fedobp.method import Method
 from fedobp.resolution import check_names, resolve
-from fedobp.result import Result
+from fedobp.result import Failure, Result, Results
 from fedobp.storage import claim
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A run that failed, and why, in one sentence."""
-
-    method: str
-    seed: int | None  # None: a method of which no run could be planned
-    error: str
 
 
 class SweepError(FedobpError):
@@ -52,6 +45,9 @@ def _seeds(seeds: Sequence[int | None]) -> str:
     return f", seed{'s' * (len(numbers) > 1)} {', '.join(numbers)}" if numbers else ""
 
 
+Failures = Literal["raise", "return"]
+
+
 @dataclass(frozen=True)
 class SweepPlan:
     """The runs of a sweep, resolved: which of them train side by side, and which cannot start."""
@@ -65,7 +61,7 @@ class SweepPlan:
 
     def failed(self) -> list[Failure]:
         """Return the runs that cannot start."""
-        return _failed(self.asked, self.failures)
+        return _failed(self, self.failures)
 
     def bug(self) -> BaseException | None:
         """Return the first failure that is no user error."""
@@ -128,27 +124,58 @@ def plan_sweep(
     return SweepPlan(asked, resolved, methods, found_launches, failures, usable)
 
 
+@overload
 def sweep(
     configs: "Iterable[Config] | SweepPlan",
     *,
     out: Sequence[str | Path] | None = None,
     progress: Callable[[Progress], None] | None = None,
+    callbacks: Sequence[Callback] = (),
     keep_models: bool = True,
     launches: Sequence[Sequence[int]] | None = None,
     dataset: Dataset | None = None,
-) -> list[Result]:
+    failures: Literal["raise"] = "raise",
+) -> Results[Result]: ...
+@overload
+def sweep(
+    configs: "Iterable[Config] | SweepPlan",
+    *,
+    out: Sequence[str | Path] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    callbacks: Sequence[Callback] = (),
+    keep_models: bool = True,
+    launches: Sequence[Sequence[int]] | None = None,
+    dataset: Dataset | None = None,
+    failures: Literal["return"],
+) -> Results[Result | Failure]: ...
+def sweep(
+    configs: "Iterable[Config] | SweepPlan",
+    *,
+    out: Sequence[str | Path] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    callbacks: Sequence[Callback] = (),
+    keep_models: bool = True,
+    launches: Sequence[Sequence[int]] | None = None,
+    dataset: Dataset | None = None,
+    failures: Failures = "raise",
+) -> Results[Result] | Results[Result | Failure]:
     """Run many configurations, as many as possible at once, and return their results in the same order.
 
     Runs that share dataset, model, batch size and machine settings share a launch: their clients train side by side,
     whatever their seeds, partitions, methods and numbers. With `out`, each run is written to a folder of its own.
     Without `keep_models`, results hold the global model only, and not every client's. `launches` says which runs share
-    a launch, by their positions in `configs`. A `dataset` in memory is that of all runs. A run that fails does not end
-    the others: when they have finished, `SweepError` is raised, which holds their results.
+    a launch, by their positions in `configs`. A `dataset` in memory is that of all runs. `callbacks` are called by all
+    runs, which their configurations tell apart. A run that fails does not end the others: when they have finished,
+    `SweepError` is raised, which holds their results. With `failures="return"` a `Failure` takes the place of the
+    result instead.
     """
+    if failures not in get_args(Failures):
+        raise unknown("value of `failures`", short(failures), get_args(Failures))
+    callbacks = check_callbacks(callbacks)
     plan = configs if isinstance(configs, SweepPlan) else plan_sweep(configs, launches, dataset)
     folders = None if out is None else _folders(out, len(plan.asked))
     results: list[Result | None] = [None] * len(plan.asked)
-    failures = dict(plan.failures)
+    errors = dict(plan.failures)
     federation: Federation | None = None
     for launch in plan.launches:
         plans: dict[int, RunPlan] = {}
@@ -156,7 +183,7 @@ def sweep(
             config, dataset = plan.configs[run], plan.datasets[source_key(plan.configs[run])]
             made = caught(partial(Federation.resolved, dataset, config, plan.methods[run], federation))
             if isinstance(made, BaseException):
-                failures[run] = made
+                errors[run] = made
             else:
                 federation = made
                 plans[run] = made.plan(config, plan.methods[run], folders[run] if folders else None)
@@ -165,21 +192,28 @@ def sweep(
             if progress:
                 progress(replace(at, run=runs[at.run]))
 
-        for run, result in zip(plans, train_side_by_side(list(plans.values()), report, keep_models), strict=True):
+        outcomes = train_side_by_side(list(plans.values()), report, keep_models, callbacks)
+        for run, result in zip(plans, outcomes, strict=True):
             if isinstance(result, BaseException):
-                failures[run] = result
+                errors[run] = result
             else:
                 # Whole personal models of every run would fill the memory.
                 results[run] = result if keep_models else replace(result, models=result.models.without_clients())
-    if failures:
-        raise SweepError(results, _failed(plan.asked, failures)) from _first_bug(failures)
-    return [result for result in results if result is not None]
+    failed = _failed(plan, errors)
+    if failures == "return":
+        in_place = dict(zip(sorted(errors), failed, strict=True))
+        return Results(in_place[run] if result is None else result for run, result in enumerate(results))
+    if errors:
+        raise SweepError(results, failed) from _first_bug(errors)
+    return Results(result for result in results if result is not None)
 
 
-def _failed(configs: Sequence[Config], failures: Mapping[int, BaseException]) -> list[Failure]:
+def _failed(plan: SweepPlan, errors: Mapping[int, BaseException]) -> list[Failure]:
     """Return failures, in the order of the runs."""
+    configs = {run: plan.configs.get(run, plan.asked[run]) for run in sorted(errors)}
     return [
-        Failure(configs[run].method, configs[run].seed, _sentence(error)) for run, error in sorted(failures.items())
+        Failure(config.method, config.seed, _sentence(errors[run]), config, errors[run])
+        for run, config in configs.items()
     ]
 
 

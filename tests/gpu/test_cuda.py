@@ -3,6 +3,7 @@
 It is compared with the serial engine on the CPU in float64, on the cases of the CPU's tests.
 """
 
+import json
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -31,7 +32,7 @@ from lanes_cases import (
 )
 from lanes_cases import compare as compare_engines
 
-from fedobp import Config, Federation, FedobpError, sweep
+from fedobp import Callback, Config, Federation, FedobpError, sweep
 from fedobp.algorithms import METHODS
 from fedobp.engine import Budget, ClientPool, Lanes, PoolJob, Serial, Store, batch_order, memory_of
 from fedobp.engine.lanes import trainer as trainer_module
@@ -224,6 +225,19 @@ def test_a_run_that_diverges_names_its_client():
     config = Config(**{**SMALL, "lr": 1e9, "device": DEVICE})
     with pytest.raises(FedobpError, match=r"^round \d, client \d: .* \(it is 1e\+09\)"):
         Federation(config).run("fedavg")
+
+
+def test_callbacks_hear_of_every_round_once_in_order_although_it_is_logged_late(tmp_path):
+    heard = []
+
+    class Listener(Callback):
+        def on_round(self, config, line):
+            heard.append(json.dumps(line))
+
+    config = Config(**{**SMALL, "rounds": 5, "eval_every": 4, "device": DEVICE})
+    Federation(config).run("fedavg", out=tmp_path / "run", callbacks=[Listener()])
+    assert heard == (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in heard] == [1, 2, 3, 4, 5]
 
 
 # The same every time, and in other precisions.

@@ -2,8 +2,10 @@
 
 import re
 from dataclasses import asdict
+from html import unescape
 
 import pytest
+from handmade import made
 from resolved import resolved
 from rich.console import Console
 
@@ -57,6 +59,53 @@ def rendered(table, columns):
     assert "…" not in shown.get()
     assert max(map(len, shown.get().splitlines())) <= columns
     return shown.get()
+
+
+def test_a_notebook_shows_the_cells_of_the_console(results):
+    for one, table, count in ((results, compare_table(results), 3), (results[0], run_table(results[0]), 6)):
+        shown, html = rendered(table, 300), one._repr_html_()
+        rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall("<tr>(.*?)</tr>", html)]
+        assert len(rows) == count
+        lines = [" ".join(line.split()) for line in shown.splitlines()]
+        notes = [unescape(note) for note in re.findall("<p>(.*?)</p>", html)]
+        assert lines[-len(notes) :] == notes
+        assert [line for line in lines[: -len(notes)] if line.strip(" ─")] == [" ".join(row) for row in rows]
+
+
+def test_runs_that_differ_in_more_than_their_seeds_have_rows_of_their_own():
+    different = [made(), made(seed=2), made(lr=0.5, holdout_clients=2), made("local", rounds=8)]
+    shown = rendered(compare_table(different), 200)
+    for row in ("fedavg, holdout_clients=0, rounds=4, lr=0.01 80.00 ± 0.00", "local, holdout_clients=0, rounds=8, lr="):
+        assert row in " ".join(shown.split())
+    assert "round 4 (protocol default) or round 8 (protocol default). Mean ± deviation (n - 1) over seeds 1" in shown
+    assert "New clients: 2, held out" in shown
+
+
+@pytest.mark.parametrize(
+    ("seeds", "note"),
+    [
+        ([{"seed": 3}], "Seed 3."),
+        ([{"seed": 3}, {"seed": 5, "method": "local"}], "Seeds 3 to 5."),
+        ([{"seed": 3}, {"seed": 5}], "Mean ± deviation (n - 1) over seeds 3 to 5."),
+        (
+            [{"seed": 3, "partition_seed": 7}, {"seed": 3, "partition_seed": 9}],
+            "Seed 3; mean ± deviation (n - 1) over partition seeds 7 to 9.",
+        ),
+    ],
+)
+def test_the_note_on_seeds_says_what_is_averaged(seeds, note):
+    assert rendered(compare_table([made(**one) for one in seeds]), 200).splitlines()[-4].endswith(f"default). {note}")
+
+
+def test_names_and_errors_are_escaped_in_a_notebook():
+    html = fedobp.Results([made(dataset="<b>"), made(dataset="&"), fedobp.Failure("<i>", 3, "1 < 2")])._repr_html_()
+    assert "<td>fedavg, dataset=&lt;b&gt;</td>" in html
+    assert "<td>fedavg, dataset=&amp;</td>" in html
+    assert "<p>Failed: &lt;i&gt;, seed 3: 1 &lt; 2</p>" in html
+    assert fedobp.Results([fedobp.Failure("local", 3, "why")])._repr_html_() == (
+        "<div><p>Failed: local, seed 3: why</p></div>"
+    )
+    assert fedobp.Results()._repr_html_() == "<div><p>No runs.</p></div>"
 
 
 def test_a_fast_device_is_shown_in_larger_units():

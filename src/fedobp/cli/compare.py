@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ from fedobp.cli.settings import (
     PartitionSet,
     Q,
     Set,
+    Track,
     method_options,
     note_chosen,
     parse_pairs,
@@ -28,10 +29,11 @@ from fedobp.config import Config, run_name
 from fedobp.errors import FedobpError, short, unknown
 
 if TYPE_CHECKING:
+    from fedobp.callbacks import Callback
     from fedobp.data import Dataset
     from fedobp.method import Method
-    from fedobp.result import Result
-    from fedobp.sweeps import Failure, SweepPlan
+    from fedobp.result import Failure, Result
+    from fedobp.sweeps import SweepPlan
 
 _MOST_RUNS = 1_000
 
@@ -54,11 +56,12 @@ def compare(
         typer.Option(
             "--config",
             metavar="FILE.toml",
-            help="The compare.toml of another comparison, to repeat it byte for byte; only --out and --json are "
-            "allowed with it.",
+            help="The compare.toml of another comparison, to repeat it byte for byte; only --out, --track and --json "
+            "are allowed with it.",
         ),
     ] = None,
     out: Out = None,
+    track: Track = None,
     as_json: Json = False,
 ) -> None:
     """Train several methods under one protocol and print one table.
@@ -79,11 +82,13 @@ def compare(
     from fedobp.report.tables import compare_table, summarise
     from fedobp.storage import claim, new_run_folder, provenance, release
     from fedobp.sweeps import SweepError, plan_sweep
+    from fedobp.trackers import trackers_named
 
     failed: list[Failure] = []
     launches = dataset = None
+    trackers = trackers_named(track or [])
     if config:
-        _refuse_flags(context, "config", "out", "as_json")
+        _refuse_flags(context, "config", "out", "track", "as_json")
         requested, launches = read_comparison(config)
     else:
         common = {
@@ -108,14 +113,15 @@ def compare(
     claim(folder, "compare.toml", head + to_toml(configs, plan.launches))
     names = list(map(run_name, configs))
     try:
-        found, failures, training_bug = _train(plan, [folder / name for name in names])
+        callbacks = [tracker(folder / tracker.subfolder) for tracker in trackers]
+        found, failures, training_bug = _train(plan, [folder / name for name in names], callbacks)
     finally:
         released = release(folder, "compare.toml", names, new)  # if no run has started, the folder can be used again
     failed += failures
     results = [result for result in found if result is not None]
     content: dict[str, Any] = {"runs": [result.to_json() for result in results], "table": summarise(results)}
     if failed:
-        content["failed"] = [asdict(failure) for failure in failed]
+        content["failed"] = [failure.to_json() for failure in failed]
     if not released:
         write_json(folder / "compare.json", content)
     if results:
@@ -166,7 +172,7 @@ def _requested(
 def _load_methods(methods: str, seeds: Sequence[int]) -> "tuple[dict[str, type[Method]], list[Failure]]":
     """Return the methods by name, and a failure for each run of one that cannot be loaded."""
     from fedobp.algorithms import METHODS, available, method_class, names
-    from fedobp.sweeps import Failure
+    from fedobp.result import Failure
 
     failed: list[Failure] = []
     if methods == "all":
@@ -197,7 +203,7 @@ def _check_options(options: Iterable[str], fields: Mapping[str, Sequence[str]]) 
 
 def _make_configs(requested: Sequence[Mapping[str, Any]]) -> "tuple[dict[int, Config], dict[int, Failure]]":
     """Return the valid configurations by position in `requested`, and a failure for each invalid one."""
-    from fedobp.sweeps import Failure
+    from fedobp.result import Failure
 
     made: dict[int, Config] = {}
     failed: dict[int, Failure] = {}
@@ -219,7 +225,7 @@ def _launches(made: Mapping[int, Config], launches: Sequence[Sequence[int]] | No
 
 
 def _train(
-    plan: "SweepPlan", folders: Sequence[Path]
+    plan: "SweepPlan", folders: Sequence[Path], callbacks: "Sequence[Callback]"
 ) -> "tuple[Sequence[Result | None], list[Failure], BaseException | None]":
     """Train all runs; return their results (None for a failed run), the failures, and the first bug among them."""
     from fedobp.sweeps import SweepError, sweep
@@ -232,6 +238,7 @@ def _train(
                 plan,
                 out=folders,
                 progress=lambda at: advance(label, replace(at, accuracy=None)),
+                callbacks=callbacks,
                 keep_models=False,
             )
     except SweepError as error:

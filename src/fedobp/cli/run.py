@@ -17,6 +17,7 @@ from fedobp.cli.settings import (
     PartitionSet,
     Q,
     Set,
+    Track,
     method_options,
     note_chosen,
     parse_pairs,
@@ -35,6 +36,7 @@ def run(
     model_set: ModelSet = None,
     config: ConfigFile = None,
     out: Out = None,
+    track: Track = None,
     as_json: Json = False,
 ) -> None:
     """Train one method on a federation and write a run folder.
@@ -48,16 +50,19 @@ def run(
     fedobp run --model conv --model-set depth=3
     fedobp run --model mynets:wide --dataset cifar10
     fedobp run --config runs/NAME/config.toml
+    fedobp run --track tensorboard
     """
     from fedobp.federation import Federation, read
     from fedobp.report.tables import run_table
     from fedobp.resolution import resolve
     from fedobp.storage import new_run_folder
+    from fedobp.trackers import trackers_named
 
     base = read_config(config) if config else {}
     partition_options = parse_pairs("--partition-set", partition_set)
     merged = _merged(base, given, method_options(set_, q), partition_options, parse_pairs("--model-set", model_set))
     asked = Config(**merged)
+    trackers = trackers_named(track or [])
     dataset = read(asked)
     resolved, method = resolve(asked, dataset)
     note_chosen(merged, resolved)
@@ -65,7 +70,8 @@ def run(
     folder = out or new_run_folder(f"{resolved.method}-{resolved.dataset}-seed{resolved.seed}")
     try:
         with round_progress(1, resolved.rounds) as advance, redirect_stdout(sys.stderr):  # what plugins print
-            result = federation.run(out=folder, progress=partial(advance, resolved.method))
+            callbacks = [tracker(folder / tracker.subfolder) for tracker in trackers]
+            result = federation.run(out=folder, progress=partial(advance, resolved.method), callbacks=callbacks)
     finally:
         if out is None:
             with suppress(OSError):  # the new folder is empty only if the run could not start

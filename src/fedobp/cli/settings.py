@@ -27,6 +27,14 @@ ModelSet = Annotated[
 ]
 Q = Annotated[float | None, typer.Option("--q", help="Short for --set q=..., the quantile of FedOBP.")]
 Out = Annotated[Path | None, typer.Option(help="Folder to write to (default: a new one under runs/).")]
+Track = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--track",
+        metavar="NAME",
+        help="Also write for tensorboard, wandb or mlflow, into the run folder and without a network.",
+    ),
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(

@@ -77,6 +77,11 @@ class FederatedData:
         self._labels = dataset.labels
         self.mean, self.std = (torch.as_tensor(v, dtype=self.dtype, device=device).reshape(axes) for v in (mean, std))
 
+    def __repr__(self) -> str:
+        size = "x".join(map(str, self.shape))
+        samples = sum(sum(index.sizes) for index in self._index.values())
+        return f"FederatedData({self.clients:,} clients, {samples:,} samples of {size}, {self.classes} classes)"
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one model input."""

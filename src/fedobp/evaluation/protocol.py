@@ -19,6 +19,13 @@ class Protocol:
     clients: str = "all"
     split: str = "test"
 
+    @property
+    def reported(self) -> str:
+        """Which rounds are reported, in words."""
+        if self.pick == "best":
+            return "best of rounds " + ", ".join(map(str, self.rounds))
+        return f"round {self.rounds[-1]}"
+
     def to_json(self) -> dict[str, object]:
         """Return the protocol as plain values."""
         return {**asdict(self), "rounds": list(self.rounds)}

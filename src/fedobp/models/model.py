@@ -101,6 +101,10 @@ class Model:
             if not torch.equal(before, torch.get_rng_state()):
                 raise FedobpError(f"model '{self.name}' draws random numbers (dropout?), which no run could repeat")
 
+    def __repr__(self) -> str:
+        size = "x".join(map(str, self.shape))
+        return f"Model({self.name} for inputs of {size}, {self.classes} classes, {self.layout.size:,} parameters)"
+
     def initial(self, seed: int) -> Tensor:
         """Return theta^0: torch's default initialisation after seeding with `seed`, in float32."""
         return self.layout.flatten(_tensors(self._build(seed)))

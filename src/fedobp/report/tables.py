@@ -2,60 +2,20 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from fedobp.evaluation import Accuracy, Confusion, Metric, Protocol
-from fedobp.options import MetricName
-from fedobp.result import Result
+from fedobp.evaluation import Accuracy
+from fedobp.report.groups import by_settings
+from fedobp.report.metrics import METRICS, METRICS_NOTE, format_number, metric_tables, pooled, shared_metrics
+from fedobp.report.result_table import ResultTable
 
-# Heads of metrics that are numbers.
-_METRICS: dict[MetricName, str] = {
-    "loss": "loss", "f1": "macro F1", "auc": "AUC", "ece": "ECE", "perplexity": "perplexity",
-}  # fmt: skip
-_METRICS_NOTE = "Loss in nats; F1, AUC and ECE from 0 to 1; -: not defined."
-_MOST_CLASSES = 20  # of a confusion matrix that is printed
-
-
-class _Table:
-    """A table that fits the terminal: columns that do not fit are left out, the last ones first, and named below it.
-
-    If not even two columns fit, each row becomes a list. So a name and its first number are never cut.
-    """
-
-    def __init__(self, *columns: str) -> None:
-        self._columns = columns
-        self._rows: list[tuple[str, ...]] = []
-
-    def add_row(self, *cells: str) -> None:
-        """Add a cell for each column."""
-        self._rows.append(cells)
-
-    def _with_columns(self, count: int) -> Table:
-        table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        for position, column in enumerate(self._columns[:count]):
-            table.add_column(column, justify="right" if position else "left", no_wrap=True)
-        for row in self._rows:
-            table.add_row(*map(Text, row[:count]))
-        return table
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        unlimited = options.update(max_width=10_000)
-        for count in range(len(self._columns), 1, -1):
-            table = self._with_columns(count)
-            if console.measure(table, options=unlimited).maximum <= options.max_width:
-                yield table
-                if missing := self._columns[count:]:
-                    yield Text(f"Too narrow to show: {', '.join(missing)}.")
-                return
-        for name, *cells in self._rows:
-            yield Text(name, style="bold")
-            yield from (Text(f"{head}: {cell}") for head, cell in zip(self._columns[1:], cells, strict=True))
+if TYPE_CHECKING:
+    from fedobp.result import Failure, Result
 
 
 def _format_bytes(count: float) -> str:
@@ -66,16 +26,14 @@ def _format_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def _protocol_note(protocol: Protocol) -> str:
-    which = "round " + str(protocol.rounds[-1])
-    if protocol.pick == "best":
-        which = "best of rounds " + ", ".join(map(str, protocol.rounds))
-    return f"Accuracy in per cent on all clients' test parts, {which} (protocol {protocol.name})."
+def _protocol_note(results: "Sequence[Result]") -> str:
+    protocols = dict.fromkeys(f"{run.protocol.reported} (protocol {run.protocol.name})" for run in results)
+    return f"Accuracy in per cent on all clients' test parts, {' or '.join(protocols)}."
 
 
-def run_table(result: Result) -> RenderableType:
+def run_table(result: "Result") -> ResultTable:
     """Return one run's accuracies by model, and its costs."""
-    table = _Table("model", "pooled", "client mean", "std", "worst tenth", "balanced")
+    table = ResultTable("model", "pooled", "client mean", "std", "worst tenth", "balanced")
     rows: list[tuple[str, Accuracy | None]] = [
         ("as served", result.accuracy),
         ("own last local model", result.last),
@@ -97,89 +55,44 @@ def run_table(result: Result) -> RenderableType:
         f"Personal parameters per client: {result.personal.mean:,.0f} of {result.models.size:,}. Traffic per round: "
         f"{down} down, {up} up. {result.seconds:.1f} s."
     )
-    lines = [_protocol_note(result.protocol), _majority_note([result]), *_new_clients_note([result]), cost]
-    return Group(table, *map(Text, lines), *_metric_tables(rows, _shared_metrics([result])))
+    table.notes = [_protocol_note([result]), _majority_note([result]), *_new_clients_note([result]), cost]
+    table.below = metric_tables(rows, shared_metrics([result]))
+    return table
 
 
-def _metric_tables(rows: Sequence[tuple[str, Accuracy | None]], names: Sequence[MetricName]) -> list[RenderableType]:
-    """Return the metrics that were asked for by model, and the confusion matrix of the first model."""
-    parts: list[RenderableType] = []
-    if names:
-        table = _Table("model", *(_METRICS[name] for name in names))
-        for model, column in rows:
-            if column:
-                metrics = [metric for name in names if isinstance(metric := column.metrics[name], Metric)]
-                cells = ((_format_number(metric.pooled), _format_number(metric.client_mean)) for metric in metrics)
-                table.add_row(model, *(f"{pooled} ({mean})" for pooled, mean in cells))
-        parts += [table, Text(f"Pooled, and in brackets the mean over clients. {_METRICS_NOTE}")]
-    model, first = rows[0]
-    if first and isinstance(confusion := first.metrics.get("confusion"), Confusion):
-        parts += _confusion_table(model, confusion)
-    return parts
-
-
-def _confusion_table(model: str, confusion: Confusion) -> list[RenderableType]:
-    classes = len(confusion.pooled)
-    if classes > _MOST_CLASSES:
-        return [Text(f"The confusion matrix of {classes:,} classes is too wide to show: see --json or result.json.")]
-    table = _Table("label", *map(str, range(classes)))
-    for label, counts in enumerate(confusion.pooled):
-        table.add_row(str(label), *(f"{count:,}" for count in counts))
-    return [table, Text(f"Confusion matrix, {model}, all clients: samples by true label (row) and predicted label.")]
-
-
-def _shared_metrics(results: Sequence[Result]) -> list[MetricName]:
-    """Return the metrics that all results have, but for the confusion matrix."""
-    return [name for name in _METRICS if all(name in result.accuracy.metrics for result in results)]
-
-
-def _format_number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}" if value < 1000 else f"{value:.3g}"
-
-
-def _new_clients_note(results: Sequence[Result]) -> list[str]:
-    held_out = results[0].config.holdout_clients
+def _new_clients_note(results: "Sequence[Result]") -> list[str]:
+    held_out = " or ".join(str(count) for count in sorted({run.config.holdout_clients for run in results}) if count)
     if not held_out:
         return []
     return [f"New clients: {held_out}, held out of all rounds and of the other numbers; each trains once, by itself."]
 
 
-def _majority_note(results: Sequence[Result]) -> str:
+def _majority_note(results: "Sequence[Result]") -> str:
     guess = statistics.fmean(result.accuracy.majority_class for result in results)
     return f"Always answering each client's most frequent training label would give {guess:.2f}."
 
 
-def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Return one row per method: mean and standard deviation (n - 1; None for one seed) over its seeds."""
+def summarise(results: "Sequence[Result]") -> list[dict[str, Any]]:
+    """Return one row per method: mean and standard deviation (n - 1; None for one seed) over its seeds.
+
+    If other settings differ too, there is a row for each combination, and `method` names them.
+    """
     return [
         {
-            "method": method,
+            "method": label,
             **{name: _mean_and_std([getattr(r.accuracy, name) for r in runs]) for name in ("pooled", "client_mean")},
             **{f"new_clients_{name}": _mean_and_std(values) for name, values in _new_client_accuracies(runs).items()},
-            **{name: _mean_and_std(_pooled(runs, name)) for name in _shared_metrics(runs)},
+            **{name: _mean_and_std(pooled(runs, name)) for name in shared_metrics(runs)},
             "seeds": [run.config.seed for run in runs],
         }
-        for method, runs in _by_method(results).items()
+        for label, runs in by_settings(results).items()
     ]
 
 
-def _new_client_accuracies(runs: Sequence[Result]) -> dict[str, list[float]]:
+def _new_client_accuracies(runs: "Sequence[Result]") -> dict[str, list[float]]:
     """Return the pooled accuracies of held-out clients, if there are any."""
     new = [run.new_clients for run in runs if run.new_clients]
     return {"served": [one.served.pooled for one in new], "visited": [one.visited.pooled for one in new]} if new else {}
-
-
-def _pooled(runs: Sequence[Result], name: MetricName) -> list[float]:
-    """Return a metric of the served models, of the runs in which it is defined."""
-    metrics = [run.accuracy.metrics[name] for run in runs]
-    return [metric.pooled for metric in metrics if isinstance(metric, Metric) and metric.pooled is not None]
-
-
-def _by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
-    grouped: dict[str, list[Result]] = {}
-    for result in results:
-        grouped.setdefault(result.config.method, []).append(result)
-    return grouped
 
 
 def _mean_and_std(values: Sequence[float]) -> dict[str, float | None]:
@@ -187,37 +100,51 @@ def _mean_and_std(values: Sequence[float]) -> dict[str, float | None]:
     return {"mean": mean, "std": statistics.stdev(values) if len(values) > 1 else None}
 
 
-def compare_table(results: Sequence[Result]) -> RenderableType:
-    """Return a row for each method, in the order given."""
-    seeds = sorted({result.config.seed for result in results})
+def compare_table(results: "Sequence[Result]") -> ResultTable:
+    """Return a row for each method, in the order given; if other settings differ, for each combination of them."""
+    groups = by_settings(results)
     accuracies = ["pooled", "client_mean", *(f"new_clients_{name}" for name in _new_client_accuracies(results))]
     heads = {"client_mean": "client mean", "new_clients_served": "new client", "new_clients_visited": "after one round"}
-    names, metrics = [heads.get(name, name) for name in accuracies], _shared_metrics(results)
-    table = _Table("method", *names, *(_METRICS[name] for name in metrics), "personal", "down", "up", "seconds")
-    for row, runs in zip(summarise(results), _by_method(results).values(), strict=True):
+    names, metrics = [heads.get(name, name) for name in accuracies], shared_metrics(results)
+    table = ResultTable("method", *names, *(METRICS[name] for name in metrics), "personal", "down", "up", "seconds")
+    for row, runs in zip(summarise(results), groups.values(), strict=True):
         table.add_row(
             row["method"],
-            *(_format_mean_and_std(row[name]) for name in accuracies),
-            *(_format_mean_and_std(row[name], _format_number) for name in metrics),
+            *(_format_mean_and_std(row[name]) if name in row else "-" for name in accuracies),
+            *(_format_mean_and_std(row[name], format_number) for name in metrics),
             f"{statistics.fmean(run.personal.mean for run in runs):,.0f}",
             _format_bytes(statistics.fmean(run.bytes.down_per_round for run in runs)),
             _format_bytes(statistics.fmean(run.bytes.up_per_round for run in runs)),
             f"{statistics.fmean(run.seconds for run in runs):.1f}",
         )
-    seen = f"Seed {seeds[0]}." if len(seeds) == 1 else f"Mean ± deviation (n - 1) over seeds {seeds[0]} to {seeds[-1]}."
-    units = (
-        f"Personal: a client's own parameters, of {results[0].models.size:,}. Down, up: the cohort's payload per round."
-    )
-    shares = "Seconds: a run's equal share of the time, because runs train side by side."
-    lines = (
-        f"{_protocol_note(results[0].protocol)} {seen}",
-        units,
-        shares,
+    sizes = " or ".join(f"{size:,}" for size in sorted({run.models.size for run in results}))
+    table.notes = [
+        f"{_protocol_note(results)} {_seeds_note(results, any(len(runs) > 1 for runs in groups.values()))}",
+        f"Personal: a client's own parameters, of {sizes}. Down, up: the cohort's payload per round.",
+        "Seconds: a run's equal share of the time, because runs train side by side.",
         _majority_note(results),
         *_new_clients_note(results),
-        *([f"Metrics are pooled. {_METRICS_NOTE}"] if metrics else []),
-    )
-    return Group(table, *map(Text, lines))
+        *([f"Metrics are pooled. {METRICS_NOTE}"] if metrics else []),
+    ]
+    return table
+
+
+def _seeds_note(results: "Sequence[Result]", means: bool) -> str:
+    seeds = sorted({result.config.seed for result in results})
+    partitions = sorted({result.config.partition_seed for result in results})
+    if means and len(seeds) == 1 and len(partitions) > 1:
+        return f"Seed {seeds[0]}; mean ± deviation (n - 1) over partition seeds {partitions[0]} to {partitions[-1]}."
+    if len(seeds) == 1:
+        return f"Seed {seeds[0]}."
+    return f"{'Mean ± deviation (n - 1) over seeds' if means else 'Seeds'} {seeds[0]} to {seeds[-1]}."
+
+
+def results_html(results: "Sequence[Result]", failures: "Sequence[Failure]") -> str:
+    """Return the table of a comparison for a notebook, with a line for each run that failed."""
+    table = compare_table(results) if results else ResultTable()
+    table.notes += [f"Failed: {failure.method}, seed {failure.seed}: {failure.error}" for failure in failures]
+    table.notes += [] if table.notes else ["No runs."]
+    return table._repr_html_()
 
 
 def _format_mean_and_std(
@@ -230,7 +157,7 @@ def bench_table(found: Mapping[str, Any]) -> RenderableType:
     """Return both engines' speed, the workload that was measured, and the estimated time of a run."""
     top = max(row["flops_per_second"] for row in found["engines"])
     unit, size = ("TFLOP/s", 1e12) if top >= 1e12 else ("GFLOP/s", 1e9)
-    table = _Table(
+    table = ResultTable(
         "engine", "rounds", "steps/s", "full", unit, "of peak", "s/round", "speed", f"{found['rounds']} rounds"
     )
     for row in found["engines"]:
@@ -288,7 +215,7 @@ def methods_table(methods: Sequence[dict[str, Any]]) -> RenderableType:
 
 def datasets_table(datasets: Sequence[dict[str, Any]]) -> RenderableType:
     """Return a row for each dataset."""
-    table = _Table("dataset", "samples", "shape", "classes", "clients", "available")
+    table = ResultTable("dataset", "samples", "shape", "classes", "clients", "available")
     for row in datasets:
         samples, clients = (f"{row[name]:,}" if row[name] else "-" for name in ("samples", "clients"))
         shape = "x".join(map(str, row["shape"]))

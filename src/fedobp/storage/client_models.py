@@ -36,6 +36,10 @@ class ClientModels:
         else:
             self._clients[client] = {"index": index, "value": theta[index]}
 
+    def __repr__(self) -> str:
+        clients = f"{len(self._clients):,} clients' models" if self._clients else "the global model"
+        return f"ClientModels({clients}, {self.size:,} parameters each)"
+
     @property
     def size(self) -> int:
         """Parameters of one model."""

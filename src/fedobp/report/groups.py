@@ -1,0 +1,60 @@
+"""Groups of results that differ in their seeds only, each with a label that tells it from the others."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from fedobp import plugins
+from fedobp.config import TABLES, Config
+
+if TYPE_CHECKING:
+    from fedobp.result import Result
+
+_SEEDS = ("seed", "partition_seed")
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Return settings and options (`options.q`) by name; a function is a reference to it."""
+    return {name: plugins.label(value) if callable(value) else value for name, value in _flat(config).items()}
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    flat = {spec.name: getattr(config, spec.name) for spec in fields(Config) if spec.name not in TABLES}
+    return flat | {f"{table}.{name}": value for table in TABLES for name, value in getattr(config, table).items()}
+
+
+def by_settings(results: "Sequence[Result]") -> "dict[str, list[Result]]":
+    """Return results that differ in their seeds only, by label: the method, and what tells it from the other groups."""
+    groups: dict[tuple[tuple[str, Any], ...], list[Result]] = {}
+    for result in results:
+        key = tuple((name, value) for name, value in _flat(result.config).items() if name not in _SEEDS)
+        groups.setdefault(key, []).append(result)
+    all_settings = list(map(dict, groups))
+    varied = _varied(all_settings)
+    by_method = {
+        method: _varied([one for one in all_settings if one["method"] == method])
+        for method in {one["method"] for one in all_settings}
+    }
+    labelled: dict[str, list[Result]] = {}
+    for one, runs in zip(all_settings, groups.values(), strict=True):
+        label = _label(one, varied, by_method[one["method"]])
+        # Two functions may have one name.
+        same = sum(known == label or known.startswith(f"{label} (") for known in labelled)
+        labelled[f"{label} ({same + 1})" if same else label] = runs
+    return labelled
+
+
+def _varied(groups: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the names of settings that are not the same in all groups."""
+    first = groups[0] if groups else {}
+    return {name for one in groups for name in {*first, *one} if one.get(name) != first.get(name)}
+
+
+def _label(settings: Mapping[str, Any], varied: set[str], in_method: set[str]) -> str:
+    """Return a group's label; options are those of one method, so they are told apart within it."""
+    shown = [
+        f"{name.rpartition('.')[2]}={plugins.label(value) if callable(value) else value}"
+        for name, value in settings.items()
+        if name != "method" and name in (in_method if name.startswith("options.") else varied)
+    ]
+    return ", ".join([str(settings["method"]), *shown])
