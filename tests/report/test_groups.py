@@ -2,7 +2,6 @@
 
 from handmade import made
 
-from fedobp.algorithms.fedavg import FedAvg
 from fedobp.report.groups import by_settings, settings_of
 
 
@@ -35,9 +34,14 @@ def test_an_option_is_told_apart_within_its_method_and_a_setting_among_all():
     }
 
 
-def test_settings_are_flat_and_a_class_goes_by_its_name():
-    config = made(options={"mu": 0.1}).config
-    object.__setattr__(config, "method", FedAvg)
+def test_settings_are_flat_and_a_function_is_a_reference():
+    config = made(options={"mu": 0.1}, model=labels).config
     found = settings_of(config)
-    assert (found["method"], found["options.mu"], found["rounds"]) == ("FedAvg", 0.1, 4)
+    assert (found["model"], found["options.mu"], found["rounds"]) == ("test_groups:labels", 0.1, 4)
     assert "options" not in found
+
+
+def test_two_functions_of_one_name_are_two_groups():
+    one, other = (lambda shape, classes: None for _ in range(2))
+    found = labels(made(model=one), made(model=other), made(model=one, seed=2))
+    assert sorted(found.values()) == [[1], [1, 2]]
