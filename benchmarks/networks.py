@@ -21,7 +21,7 @@ from fedobp.files import write_json
 from fedobp.resolution import resolve
 
 RESULTS = Path(__file__).parent / "results" / "networks.json"
-RUNS = {"resnet8": ("fedavg", "fedobp", "fedper"), "resnet8-bn": ("fedavg", "fedbn")}  # FedAvg-Last: FedAvg's `last`
+RUNS = {"resnet8": ("fedavg", "fedobp", "fedper"), "resnet8-bn": ("fedbn",)}  # FedAvg-Last: FedAvg's `last`
 
 
 def save(out: Path, part: str, name: str, found: Any) -> None:

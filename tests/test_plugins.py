@@ -4,12 +4,13 @@ import ast
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fedobp import Config, Federation, FedobpError
-from fedobp.algorithms import METHODS, method_class
+from fedobp import Config, Federation, FedobpError, sweep
+from fedobp.algorithms import METHODS, method_class, registry
 
 PAGE = Path(__file__).parent.parent / "docs/methods/your-own.md"
 
@@ -253,3 +254,61 @@ def test_a_near_miss_is_suggested(install):
     install(example(), "fedmedian:FedMedian")
     with pytest.raises(FedobpError, match="did you mean 'fedmedian'"):
         method_class("fedmedain")
+
+
+def from_the_docs():
+    """Return the class of the docs' example, as a notebook would define it."""
+    names = {"__name__": "notebook"}
+    exec(compile(example(), "notebook", "exec"), names)
+    return names["FedMedian"]
+
+
+@pytest.fixture
+def forgotten():
+    """Forget the classes that a test gives."""
+    yield
+    registry._GIVEN.clear()
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_class_is_run_without_a_package(tmp_path):
+    method, config = from_the_docs(), Config(clients=5, participation=1.0, rounds=2, epochs=1, model="mlp")
+    federation = Federation(config)
+    result = federation.run(method, step=0.5, out=tmp_path / "run")
+    [same] = sweep([replace(config, method=method, options={"step": 0.5})])
+    assert (result.config.method, result.accuracy) == ("fedmedian", same.accuracy)
+    assert result.accuracy != federation.run("fedavg").accuracy
+    assert federation.run("fedmedian", step=0.5).accuracy == result.accuracy  # from now on by its name
+    [note] = result.notes
+    assert "which no package declares: this folder cannot repeat it" in note
+    assert note in (tmp_path / "run" / "config.toml").read_text()
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_later_class_of_a_name_takes_its_place():
+    first, second = from_the_docs(), from_the_docs()
+    assert Config(method=first).method == "fedmedian"
+    assert method_class("fedmedian") is first
+    Config(method=second)
+    assert method_class("fedmedian") is second
+    assert "fedmedian" not in METHODS
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_classes_that_are_no_methods_are_refused():
+    with pytest.raises(FedobpError, match="is no subclass of `Method`"):
+        Config(method=int)
+    with pytest.raises(FedobpError, match="is no subclass of `Method`"):
+        Federation(Config(rounds=1)).run(dict)
+    taken = type("FedAvg", (from_the_docs(),), {"name": "fedavg"})
+    with pytest.raises(FedobpError, match="'fedavg' is the name of a built-in method"):
+        Config(method=taken)
+    assert Config(method=METHODS["fedavg"]).method == "fedavg"
+
+
+def test_a_reference_is_found_in_the_current_folder(ran, tmp_path):
+    (tmp_path / "here.py").write_text("print('loading')\ndef net(shape, classes):\n    raise ValueError('too small')\n")
+    code, out, err = ran("-m", "fedobp", "run", "--model", "here:net", cwd=tmp_path)
+    assert (code, out) == (2, "")
+    assert "ValueError: too small (model 'here:net', " in err
+    assert "here.py:3)" in err

@@ -37,7 +37,7 @@ def test_an_option_is_told_apart_within_its_method_and_a_setting_among_all():
 def test_settings_are_flat_and_a_function_is_a_reference():
     config = made(options={"mu": 0.1}, model=labels).config
     found = settings_of(config)
-    assert (found["model"], found["options.mu"], found["rounds"]) == ("test_groups:labels", 0.1, 4)
+    assert (found["model"], found["options.mu"], found["rounds"]) == (f"{__name__}:labels", 0.1, 4)
     assert "options" not in found
 
 
