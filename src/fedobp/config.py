@@ -125,7 +125,8 @@ class Config:
     )
     model: "str | Network" = _federation(
         None,
-        "Model, or package.module:function (default: cnn; images below 16x16: cnn-small; tables: mlp; tokens: lstm)",
+        "Model (`fedobp models` lists them), or package.module:function (default: cnn; images below 16x16: cnn-small; "
+        "tables: mlp; tokens: lstm)",
         code=True,
     )
     model_options: Mapping[str, Option] = field(default_factory=dict)

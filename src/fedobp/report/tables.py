@@ -213,6 +213,17 @@ def methods_table(methods: Sequence[dict[str, Any]]) -> RenderableType:
     return Group(*parts[:-1])
 
 
+def models_table(models: Sequence[dict[str, Any]]) -> RenderableType:
+    """Return all networks with summary and options."""
+    parts: list[RenderableType] = []
+    for model in models:
+        parts.append(Text.assemble((model["name"], "bold"), f"  {model['summary']}"))
+        options = " ".join(f"--model-set {option['name']}={option['default']}" for option in model["options"])
+        if options:
+            parts.append(Padding(Text(options), (0, 0, 0, 4)))
+    return Group(*parts)
+
+
 def datasets_table(datasets: Sequence[dict[str, Any]]) -> RenderableType:
     """Return a row for each dataset."""
     table = ResultTable("dataset", "samples", "shape", "classes", "clients", "available")

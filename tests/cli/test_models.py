@@ -1,0 +1,27 @@
+"""`fedobp models`."""
+
+from fedobp.models import NETS
+
+
+def test_models_lists_networks_and_options(command):
+    found = {model["name"]: model for model in command("models", "--json").json["models"]}
+    assert set(found) == set(NETS)
+    assert found["conv"]["options"] == [{"name": "depth", "default": 4}, {"name": "width", "default": 32}]
+    assert found["cnn"]["summary"].startswith("the paper's CNN")
+    assert all(model["summary"] for model in found.values())
+    text = command("models").out
+    assert "--model-set depth=4 --model-set width=32" in text
+    assert "resnet18-bn" in text
+
+
+def test_a_broken_package_is_named_and_all_other_networks_are_listed(command, tmp_path, monkeypatch):
+    about = tmp_path / "broken-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[fedobp.models]\nbroken = nowhere:net\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = command("models", "--json")
+    assert said.code == 2
+    assert [one["model"] for one in said.json["failed"]] == ["broken"]
+    assert len(said.json["models"]) == len(NETS)
+    assert "ModuleNotFoundError" in said.err
