@@ -35,7 +35,7 @@ from fedobp.bench import clock, evaluate, noise, stand_in, steps_by_round, train
 from fedobp.data import data_dir
 from fedobp.engine import Budget, ClientJob
 from fedobp.engine.kernels import fused_for
-from fedobp.launch import engine_for
+from fedobp.grouping import engine_for
 from fedobp.options import Precision
 from fedobp.sampling import cohorts
 

@@ -30,7 +30,7 @@ from torch import nn
 from fedobp import Config, Federation
 from fedobp.bench import EngineName, noise, peak, step_flops, steps_by_round, train
 from fedobp.engine import Budget, Counters, memory_of
-from fedobp.launch import engine_for
+from fedobp.grouping import engine_for
 from fedobp.models import register
 from fedobp.sampling import cohorts
 

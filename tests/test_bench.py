@@ -14,8 +14,9 @@ from fedobp.bench import bench, noise, peak, stand_in, step_flops, steps_by_roun
 from fedobp.data import FederatedData, partition
 from fedobp.engine import Budget
 from fedobp.engine.batch_order import batches
+from fedobp.grouping import engine_for
 from fedobp.keys import fold
-from fedobp.launch import engine_for, simulate
+from fedobp.launch import simulate
 from fedobp.sampling import cohorts
 
 TINY = {"dataset": "digits", "clients": 6, "participation": 0.5, "model": "mlp", "rounds": 7, "device": "cpu"}

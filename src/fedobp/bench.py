@@ -26,7 +26,8 @@ from fedobp.engine.stack import Grouped, stacked
 from fedobp.errors import FedobpError
 from fedobp.evaluation import Evaluator
 from fedobp.federation import assign
-from fedobp.launch import RunPlan, Simulation, batch_size_for, engine_for, memory_for, simulate
+from fedobp.grouping import batch_size_for, engine_for, memory_for
+from fedobp.launch import RunPlan, Simulation, simulate
 from fedobp.models import Model
 from fedobp.options import Precision
 from fedobp.plugins import label

@@ -10,8 +10,9 @@ from typing import Any
 
 from fedobp._version import __version__
 from fedobp.algorithms import names
-from fedobp.config import Config, check_settings, read_toml, run_name, settings, toml_key, toml_lines, toml_value
+from fedobp.config import Config, check_settings, run_name, settings
 from fedobp.errors import FedobpError, short, unknown
+from fedobp.toml import read_toml, toml_key, toml_lines, toml_value
 
 _VERSION = 1
 _DIGITS = 10  # at most, of a seed

@@ -7,10 +7,8 @@ making a `Config`, loads neither torch nor numpy.
 
 import math
 import os
-import re
 import shlex
 import sys
-import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -20,13 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from fedobp.errors import FedobpError, short, unknown
 from fedobp.options import LARGEST, MetricName, Option, Precision, broken_bound
-from fedobp.plugins import label
+from fedobp.toml import read_toml, toml_lines
 
 if TYPE_CHECKING:
     from fedobp.data import GivenPartitioner
     from fedobp.models import Network
 
-_LONGEST = 2**20  # bytes of a configuration file
 # Settings that are tables of options, and those that a partition is made with.
 TABLES = ("options", "partition_options", "model_options")
 PARTITION_SETTINGS = (
@@ -239,24 +236,6 @@ def read_config(path: Path) -> dict[str, Any]:
     return given
 
 
-def read_toml(path: Path, kind: str) -> tuple[str, dict[str, Any]]:
-    """Return a TOML file's text and what it holds; `kind` says which file is meant."""
-    where = short(path, 200)
-    try:
-        if path.exists() and not path.is_file():  # a pipe may never end
-            raise FedobpError(f"the configuration {where} is no file: give {kind}")
-        with path.open("rb") as file:
-            content = file.read(_LONGEST + 1)
-        if len(content) > _LONGEST:
-            raise FedobpError(f"the configuration {where} is longer than any: give {kind}")
-        text = content.decode()
-        return text, tomllib.loads(text)
-    except OSError as error:
-        raise FedobpError(f"cannot read the configuration {where} ({error.strerror}): give {kind}") from error
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, a number of thousands of digits, deep nesting
-        raise FedobpError(f"{where} is not valid TOML ({short(error, 120)}): compare it with {kind}") from error
-
-
 def check_settings(given: Mapping[str, Any], path: Path, known: Sequence[str]) -> None:
     """Refuse names of settings that are not known, and tables of options that are none."""
     where = short(path, 200)
@@ -351,23 +330,3 @@ def _plain_number(value: Any) -> Any:
     if type(value) in (bool, int, float) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
-
-
-def toml_lines(values: Mapping[str, Any]) -> list[str]:
-    """Return lines of TOML; what is None is left out."""
-    return [f"{toml_key(name)} = {toml_value(value)}" for name, value in values.items() if value is not None]
-
-
-def toml_key(name: str) -> str:
-    """Return a name as a key in TOML."""
-    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else toml_value(name)
-
-
-def toml_value(value: Any) -> str:
-    """Return a value in TOML; a function is a reference to it."""
-    if callable(value):
-        value = label(value)
-    if isinstance(value, str):
-        escaped = "".join(f"\\u{ord(c):04x}" if ord(c) < 32 or c in '"\\' or ord(c) == 127 else c for c in value)
-        return f'"{escaped}"'
-    return repr(value)

@@ -24,7 +24,8 @@ from fedobp.data import (
 )
 from fedobp.engine import dtype_of
 from fedobp.errors import FedobpError, short
-from fedobp.launch import Progress, RunPlan, samples_key, train_side_by_side
+from fedobp.grouping import samples_key
+from fedobp.launch import Progress, RunPlan, train_side_by_side
 from fedobp.method import Method, Option
 from fedobp.models import Model, network
 from fedobp.plugins import is_importable, label

@@ -1,41 +1,33 @@
-"""Launches: which runs train side by side, what memory they get, and the scheduler that advances their rounds."""
+"""Launches: runs that train side by side, and the scheduler that advances their rounds."""
 
 import time
-import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
 from traceback import clear_frames
-from typing import Literal, NamedTuple, TypeVar
-
-import torch
+from typing import NamedTuple, TypeVar
 
 from fedobp.algorithms import attributing_errors
 from fedobp.callbacks import Callback, report_end
 from fedobp.config import Config
-from fedobp.data import PARTITIONERS, Dataset, FederatedData, partitioner
+from fedobp.data import FederatedData
 from fedobp.engine import (
     Budget,
     ClientJob,
     ClientPool,
     Engine,
-    Lanes,
     PoolJob,
     Prepared,
-    Serial,
     caught,
-    dtype_of,
     global_gradient,
-    memory_of,
 )
-from fedobp.errors import FedobpError
 from fedobp.evaluation import Evaluator
+from fedobp.grouping import batch_size_for, engine_for, memory_for
 from fedobp.method import CohortUpdate, Method
 from fedobp.models import Model
 from fedobp.plugins import label
-from fedobp.resolution import model_for
 from fedobp.result import Result
 from fedobp.run import Run
 
@@ -73,87 +65,6 @@ class Simulation(NamedTuple):
 
     run: Run
     clients: ClientPool
-
-
-def memory_for(config: Config, what: Literal["lane", "store"]) -> float:
-    """Return a budget in bytes: the stated one, or a share of the machine's memory."""
-    stated = config.lane_memory if what == "lane" else config.store_memory
-    return stated * 2**30 or memory_of(torch.device(config.device)) / (2 if what == "lane" else 4)
-
-
-def batch_size_for(config: Config, data: Iterable[FederatedData]) -> int:
-    """Return the most samples that a batch can hold: the batch size, or all training samples of the largest client."""
-    most = max(one.size(client, "train") for one in data for client in range(one.clients))
-    if most >= config.batch_size:
-        return config.batch_size
-    warnings.warn(
-        f"--batch-size {config.batch_size} is more than any client's training samples: they are one batch",
-        stacklevel=2,
-    )
-    return max(2, most)
-
-
-def engine_for(config: Config, model: Model, batch: int | None = None) -> Engine:
-    """Return the engine that a configuration names; `batch` is the most samples that a batch can hold."""
-    batch = config.batch_size if batch is None else batch
-    if config.engine == "serial":
-        return Serial(model, batch, config.precision)
-    return Lanes(model, batch, config.precision, memory_for(config, "lane"))
-
-
-def samples_key(config: Config) -> tuple[object, ...]:
-    """Return what the samples in memory depend on; a partition that changes inputs makes samples of its own."""
-    own = (*config.partition_settings.values(), config.partition_file) if _changes_inputs(config) else None
-    return config.dataset, config.data_dir, config.device, dtype_of(config.precision), own
-
-
-def _changes_inputs(config: Config) -> bool:
-    """Return whether a partition may change clients' inputs; a saved one of the user's may."""
-    if config.partition_file is not None and config.partition not in PARTITIONERS:
-        return True
-    return partitioner(config.partition).changes_inputs()
-
-
-def _launch_key(config: Config) -> tuple[object, ...]:
-    """Return what runs of one launch must have in common."""
-    machine = (config.engine, config.precision, config.lane_memory, config.store_memory)
-    return samples_key(config), config.model, config.model_options, config.batch_size, machine
-
-
-def group_launches(configs: Sequence[Config], dataset: Callable[[Config], Dataset]) -> list[list[int]]:
-    """Return which runs share a launch: all that can, as many at once as have memory for their clients' state."""
-    groups: dict[object, list[int]] = {}
-    for run, config in enumerate(configs):
-        groups.setdefault(_launch_key(config), []).append(run)
-    launches = []
-    for group in groups.values():
-        most = caught(partial(_runs_at_once, [configs[run] for run in group], dataset(configs[group[0]])))
-        size = 1 if isinstance(most, BaseException) else most  # then each of these runs fails with that error
-        launches += [group[at : at + size] for at in range(0, len(group), size)]
-    return launches
-
-
-def check_launches(launches: Sequence[Sequence[int]], configs: Mapping[int, Config]) -> None:
-    """Refuse launches of runs that cannot train side by side."""
-    for launch in launches:
-        for run in launch[1:]:
-            if _launch_key(configs[run]) != _launch_key(configs[launch[0]]):
-                first, other = configs[launch[0]], configs[run]
-                raise FedobpError(
-                    f"{first.method}, seed {first.seed}, and {other.method}, seed {other.seed}, cannot share a launch: "
-                    "their samples, model, batch size or machine settings differ"
-                )
-
-
-def _runs_at_once(configs: Sequence[Config], dataset: Dataset) -> int:
-    """Return how many runs have memory for their clients' state at once.
-
-    That is up to three vectors a client: its record on the server, its state, and its last model.
-    """
-    config = configs[0]
-    vector = model_for(config, dataset).layout.size * dtype_of(config.precision).itemsize
-    most = max(one.clients for one in configs)
-    return max(1, int(memory_for(config, "store") / (3 * vector * most)))
 
 
 def simulate(

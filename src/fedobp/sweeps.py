@@ -13,7 +13,8 @@ from fedobp.data import Dataset
 from fedobp.engine import caught
 from fedobp.errors import FedobpError, described, short, unknown
 from fedobp.federation import Federation, folder_path, read, source_key, with_dataset
-from fedobp.launch import Progress, RunPlan, check_launches, group_launches, train_side_by_side
+from fedobp.grouping import check_launches, group_launches
+from fedobp.launch import Progress, RunPlan, train_side_by_side
 from fedobp.method import Method
 from fedobp.resolution import check_names, resolve
 from fedobp.result import Failure, Result, Results

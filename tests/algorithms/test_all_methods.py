@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fedobp.algorithms import METHODS
 from fedobp.engine import Budget, ClientJob
-from fedobp.launch import engine_for, simulate
+from fedobp.grouping import engine_for
+from fedobp.launch import simulate
 from fedobp.method import CohortUpdate
 from fedobp.records import Sparse, Tensors, mask_unsent, take
 

@@ -20,7 +20,8 @@ from fedobp.engine.kernels.convolutions import ConvConfig, Convolutions
 from fedobp.engine.kernels.fused import Fused
 from fedobp.engine.kernels.tiles import tiles_for
 from fedobp.engine.sgd import Rule
-from fedobp.launch import engine_for, simulate
+from fedobp.grouping import engine_for
+from fedobp.launch import simulate
 from fedobp.models import Model
 from fedobp.transfer import AsyncCopy
 

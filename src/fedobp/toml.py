@@ -1,0 +1,50 @@
+"""TOML: read from a file with one sentence for what is wrong, and written value by value."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedobp.errors import FedobpError, short
+from fedobp.plugins import label
+
+_LONGEST = 2**20  # bytes of a configuration file
+
+
+def read_toml(path: Path, kind: str) -> tuple[str, dict[str, Any]]:
+    """Return a TOML file's text and what it holds; `kind` says which file is meant."""
+    where = short(path, 200)
+    try:
+        if path.exists() and not path.is_file():  # a pipe may never end
+            raise FedobpError(f"the configuration {where} is no file: give {kind}")
+        with path.open("rb") as file:
+            content = file.read(_LONGEST + 1)
+        if len(content) > _LONGEST:
+            raise FedobpError(f"the configuration {where} is longer than any: give {kind}")
+        text = content.decode()
+        return text, tomllib.loads(text)
+    except OSError as error:
+        raise FedobpError(f"cannot read the configuration {where} ({error.strerror}): give {kind}") from error
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, a number of thousands of digits, deep nesting
+        raise FedobpError(f"{where} is not valid TOML ({short(error, 120)}): compare it with {kind}") from error
+
+
+def toml_lines(values: Mapping[str, Any]) -> list[str]:
+    """Return lines of TOML; what is None is left out."""
+    return [f"{toml_key(name)} = {toml_value(value)}" for name, value in values.items() if value is not None]
+
+
+def toml_key(name: str) -> str:
+    """Return a name as a key in TOML."""
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else toml_value(name)
+
+
+def toml_value(value: Any) -> str:
+    """Return a value in TOML; a function is a reference to it."""
+    if callable(value):
+        value = label(value)
+    if isinstance(value, str):
+        escaped = "".join(f"\\u{ord(c):04x}" if ord(c) < 32 or c in '"\\' or ord(c) == 127 else c for c in value)
+        return f'"{escaped}"'
+    return repr(value)
