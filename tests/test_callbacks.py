@@ -180,3 +180,28 @@ def test_what_is_no_callback_is_refused_before_anything_runs(callbacks, sentence
         with pytest.raises(FedobpError, match=sentence):
             call()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_callback_cannot_change_the_metrics_of_a_result():
+    class Greedy(Callback):
+        def on_end(self, config, result):
+            result.accuracy.metrics.clear()
+
+    result = Federation(Config(rounds=1, epochs=1, metrics="loss")).run("fedavg", callbacks=[Greedy()])
+    assert list(result.accuracy.metrics) == ["loss"]
+
+
+def test_an_interrupt_at_the_end_reaches_all_callbacks_first():
+    heard = []
+
+    class Stops(Callback):
+        def on_end(self, config, result):
+            raise KeyboardInterrupt
+
+    class Hears(Callback):
+        def on_end(self, config, result):
+            heard.append(type(result).__name__)
+
+    with pytest.raises(KeyboardInterrupt):
+        Federation(Config(rounds=1, epochs=1)).run("fedavg", callbacks=[Stops(), Hears()])
+    assert heard == ["Result"]

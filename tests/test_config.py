@@ -259,3 +259,9 @@ def test_a_config_hashes_copies_and_compares():
 def test_a_repr_has_what_differs_from_the_defaults():
     assert repr(Config()) == "Config()"
     assert repr(Config(clients=7, options={"q": 0.9})) == "Config(options={'q': 0.9}, clients=7)"
+
+
+@pytest.mark.parametrize("options", [{"q": [1]}, {1: 2}, {"q": None}, {"q": np.zeros(3)}])
+def test_options_are_numbers_and_texts_by_name(options):
+    with pytest.raises(FedobpError, match="must hold numbers and texts by name"):
+        Config(options=options)

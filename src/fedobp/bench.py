@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedobp.config import Config
 from fedobp.data import REGISTRY, Dataset, FederatedData, data_dir, describe, load
-from fedobp.engine import Budget, ClientJob, Counters, Engine, dtype_of
+from fedobp.engine import Budget, ClientJob, Counters, Engine, dtype_of, vectorises
 from fedobp.engine.batch_order import batches_of
 from fedobp.engine.cost import cost
 from fedobp.engine.precision import deterministic
@@ -235,6 +235,11 @@ class _Session:
         dataset = dataset or source(config)
         self._random = not describe(config.dataset, data_dir(config.data_dir)).available
         config, self._method = resolve(config, dataset)
+        if reason := vectorises(model_for(config, dataset)):
+            raise FedobpError(
+                f"model '{label(config.model)}' cannot be run for many clients at once ({reason}), and the benchmark "
+                "compares both engines: choose another --model"
+            )
         self._dataset, self._shards = assign(config, dataset)
         self._device, dtype = torch.device(config.device), dtype_of(config.precision)
         self._data = FederatedData(self._dataset, self._shards, self._device, dtype, config.normalize)

@@ -46,13 +46,23 @@ def report_round(callbacks: Sequence[Callback], config: Config, line: Mapping[st
 
 def report_end(callbacks: Sequence[Callback], config: Config, result: Result | BaseException) -> Result | BaseException:
     """Pass the end of a run to every callback, and return how it ended: an exception of a callback is its end too."""
+    stop: BaseException | None = None
     for one in callbacks:
-        seen = replace(result, history=list(result.history)) if isinstance(result, Result) else result
         try:
-            _call(one, "on_end", one.on_end, config, seen)
+            _call(one, "on_end", one.on_end, config, _copy(result) if isinstance(result, Result) else result)
         except FedobpError as error:
             result = error if isinstance(result, Result) else result  # the first error is the cause
+        except (KeyboardInterrupt, Stopped) as error:  # the other callbacks hear of the end before it passes
+            stop = stop or error
+    if stop is not None:
+        raise stop
     return result
+
+
+def _copy(result: Result) -> Result:
+    """Return a result that can be changed without changing the caller's; the models are shared."""
+    columns = ("accuracy", "last", "finetuned", "validation", "new_clients", "history")
+    return replace(result, **{name: deepcopy(getattr(result, name)) for name in columns})
 
 
 def _call(callback: Callback, step: str, function: Callable[..., None], *arguments: object) -> None:

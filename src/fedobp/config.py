@@ -322,7 +322,11 @@ def _check_table(table: str, given: Any) -> FrozenOptions:
     """Return a table of options that cannot be changed; NumPy's numbers become Python's."""
     if not isinstance(given, Mapping):
         raise FedobpError(f"`{table}` must be a mapping from names to values, not '{short(given)}'")
-    return FrozenOptions({name: _plain_number(value) for name, value in given.items()})
+    plain = {name: _plain_number(value) for name, value in given.items()}
+    for name, value in plain.items():
+        if not isinstance(name, str) or not isinstance(value, Option):
+            raise FedobpError(f"`{table}` must hold numbers and texts by name, not {short(name)}={short(value)}")
+    return FrozenOptions({str(name): str(value) if isinstance(value, str) else value for name, value in plain.items()})
 
 
 def _plain_number(value: Any) -> Any:

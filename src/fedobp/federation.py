@@ -80,9 +80,10 @@ class Federation:
     def __init__(
         self, config: Config | None = None, *, dataset: Dataset | None = None, beside: "Federation | None" = None
     ) -> None:
-        config = with_dataset(config or Config(), dataset)
+        config = with_dataset(Config() if config is None else config, dataset)
         if dataset is None:
-            shared = beside is not None and source_key(beside.config) == source_key(config)
+            shared = beside is not None and not beside.source.in_memory
+            shared = shared and beside is not None and source_key(beside.config) == source_key(config)
             dataset = beside.source if beside and shared else read(config)
         self._build(dataset, *resolve(config, dataset), beside)
 
@@ -165,6 +166,10 @@ def source_key(config: Config) -> tuple[object, ...]:
 
 def with_dataset(config: Config, dataset: Dataset | None) -> Config:
     """Return settings for a dataset in memory; those that name another dataset are refused."""
+    if not isinstance(config, Config):
+        raise FedobpError(f"settings must be a fedobp.Config, not a {type(config).__name__}: write fedobp.Config(...)")
+    if not isinstance(dataset, Dataset | None):
+        raise FedobpError(f"`dataset` must be a fedobp.Dataset, not a {type(dataset).__name__}: make it with from_data")
     if dataset is None:
         return config
     if config.dataset not in (Config.dataset, dataset.name):

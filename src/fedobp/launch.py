@@ -9,6 +9,7 @@ from pathlib import Path
 from traceback import clear_frames
 from typing import NamedTuple, TypeVar
 
+from fedobp import plugins
 from fedobp.algorithms import attributing_errors
 from fedobp.callbacks import Callback, report_end
 from fedobp.config import Config
@@ -27,7 +28,6 @@ from fedobp.evaluation import Evaluator
 from fedobp.grouping import batch_size_for, engine_for, memory_for
 from fedobp.method import CohortUpdate, Method
 from fedobp.models import Model
-from fedobp.plugins import label
 from fedobp.result import Result
 from fedobp.run import Run
 
@@ -92,7 +92,7 @@ def simulate(
         global_gradient=partial(global_gradient, model, data, config.precision),
         out=out,
         partition=partition,
-        metadata={"method": config.method, "model": label(config.model), **data.metadata()},
+        metadata={"method": config.method, "model": plugins.label(config.model), **data.metadata()},
         keep_models=keep_models,
         launch=launch,
         notes=notes,
@@ -118,9 +118,13 @@ class Launch:
 
     def attempt(self, at: int, step: Callable[[], T]) -> T | None:
         """Take a step of a run; what it raises ends this run alone."""
+        method, model = type(self._plans[at].method), self._plans[at].model
 
         def attributed() -> T:
-            with attributing_errors(type(self._plans[at].method)):
+            with (
+                attributing_errors(method),
+                plugins.attributing_errors("model", model.name, model.build, inside=True),
+            ):
                 return step()
 
         done = caught(attributed)

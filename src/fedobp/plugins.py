@@ -87,7 +87,7 @@ def is_importable(given: Any) -> bool:
     """Return whether the reference to an object leads back to it from another process."""
     module, _, path = label(given).partition(":")
     try:
-        return module != "__main__" and attrgetter(path)(sys.modules[module]) is given
+        return module != "__main__" and bool(attrgetter(path)(sys.modules[module]) == given)
     except (KeyError, AttributeError):
         return False
 
@@ -98,11 +98,11 @@ def is_ours(given: Any) -> bool:
 
 
 @contextmanager
-def attributing_errors(kind: str, name: str, owner: Any) -> Iterator[None]:
+def attributing_errors(kind: str, name: str, owner: Any, *, inside: bool = False) -> Iterator[None]:
     """Raise an exception from code outside this package as a user error that names what it belongs to and the line.
 
     `owner` is the class or function. Exceptions from built-in code pass unchanged: unless it is a `FedobpError`, it is
-    a bug of this package.
+    a bug of this package. So do, with `inside`, exceptions that no code of the owner's package was running for.
     """
     package = str(getattr(owner, "__module__", "")).partition(".")[0]
     try:
@@ -117,6 +117,8 @@ def attributing_errors(kind: str, name: str, owner: Any) -> Iterator[None]:
             for frame, line in walk_tb(error.__traceback__)
             if frame.f_globals.get("__name__", "").partition(".")[0] == package
         ]
+        if inside and not places:
+            raise
         where = places[-1] if places else _definition(owner)
         raise FedobpError(f"{described(error)} ({kind} '{name}', {where})") from error
 

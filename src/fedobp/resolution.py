@@ -13,6 +13,7 @@ import torch
 from fedobp.algorithms import attributing_errors, method_class
 from fedobp.config import PARTITION_SETTINGS, TABLES, Config, check_setting, flag
 from fedobp.data import (
+    PARTITIONERS,
     REGISTRY,
     Dataset,
     Partitioner,
@@ -28,7 +29,7 @@ from fedobp.evaluation import make_protocol
 from fedobp.method import Method
 from fedobp.models import Model, network, network_options
 from fedobp.options import Options
-from fedobp.plugins import is_ours, is_reference, label
+from fedobp.plugins import is_ours, label
 
 
 def check_names(config: Config) -> None:
@@ -86,8 +87,8 @@ def model_for(config: Config, dataset: Dataset) -> Model:
 def _partitioner(config: Config) -> type[Partitioner] | None:
     """Return what assigns samples to clients; None: a saved partition by code of the user, which is not needed."""
     given = "dirichlet" if config.partition is None else config.partition
-    saved_by_reference = config.partition_file is not None and isinstance(given, str) and is_reference(given)
-    return None if saved_by_reference else partitioner(given)
+    saved = config.partition_file is not None and isinstance(given, str) and given not in PARTITIONERS
+    return None if saved else partitioner(given)
 
 
 def _all_options(owner: type[Options], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,11 +178,16 @@ def _machine(config: Config) -> Config:
 
 def _engine(config: Config, dataset: Dataset) -> Any:
     """Return the engine: lanes, unless none is asked for and the network of the user cannot be vectorised."""
-    if config.engine != "auto" or is_ours(network(config.model)):
+    if config.engine == "serial" or is_ours(network(config.model)):
         return config.engine
     reason = vectorises(model_for(config, dataset))
     if reason is None:
         return "lanes"
+    if config.engine == "lanes":
+        raise FedobpError(
+            f"model '{label(config.model)}' cannot be run for many clients at once ({reason}): use --engine serial, or "
+            "another --model"
+        )
     _warn_once(
         f"model '{label(config.model)}' cannot be run for many clients at once ({reason}): clients train one after "
         "another, with --engine serial"

@@ -55,6 +55,7 @@ class Result:
     partition: str  # its hash
     out: Path | None
     launch: tuple[Config, ...] = ()  # all runs that trained side by side, in order, this one among them
+    labels: tuple[str | int, ...] = ()  # the names of label 0, 1, ...
     notes: tuple[str, ...] = ()  # what the run's folder does not hold, such as data in memory
 
     @property
@@ -102,6 +103,8 @@ class Result:
             columns["new_clients"] = self.new_clients.to_json()
         if self.metrics:
             columns["metrics"] = metrics_to_json(self.metrics, per_client=True)
+            if "confusion" in self.accuracy.metrics:
+                columns["labels"] = list(self.labels)
         return {
             **head,
             "protocol": self.protocol.to_json(),

@@ -192,6 +192,7 @@ class Run:
             partition=self._partition,
             out=folder.path if folder else None,
             launch=tuple(self._launch),
+            labels=tuple(self._metadata.get("labels", ())),
             notes=self._notes,
         )
         if folder:

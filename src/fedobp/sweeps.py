@@ -86,9 +86,10 @@ def plan_sweep(
 
     `launches` says which runs share a launch, by their positions in `configs`; otherwise all do that can.
     """
-    asked = list(configs)
-    if dataset is not None and dataset.in_memory:
-        asked = [with_dataset(config, dataset) for config in asked]
+    if isinstance(configs, Config):
+        raise FedobpError("`configs` must be a list of configurations: write sweep([config])")
+    given = dataset if isinstance(dataset, Dataset) and not dataset.in_memory else None
+    asked = [with_dataset(config, None if given else dataset) for config in configs]
     datasets: dict[tuple[object, ...], Dataset | BaseException] = {}
     if dataset is not None and asked:
         datasets |= {source_key(config): dataset for config in (asked if dataset.in_memory else asked[:1])}

@@ -15,6 +15,8 @@ random = np.random.default_rng(0)
 X = random.standard_normal((240, 5)).astype(np.float32)
 Y = random.integers(3, size=240)
 OWNER = np.repeat(np.arange(6), 40)
+FRAME = pd.DataFrame(X, columns=list("abcde")).assign(y=Y)
+TOKENS = random.integers(9, size=(30, 6))
 SMALL = Config(rounds=2, epochs=1, participation=1.0, eval_every=1)
 
 
@@ -58,6 +60,7 @@ def test_tensors_equal_arrays_and_images_are_channels_first():
     assert np.array_equal(found.x, images.transpose(0, 2, 3, 1))
     with pytest.raises(FedobpError, match="channels first"):  # as an import says
         Dataset.from_data(images, np.arange(20) % 2)
+    assert Dataset.from_data(torch.rand(20, 4, 6, 5), torch.arange(20) % 2).input_shape == (4, 6, 5)
     half = Dataset.from_data(torch.tensor(X).bfloat16(), torch.tensor(Y))
     assert half.x.dtype == np.float32
 
@@ -96,6 +99,8 @@ def test_shards_are_the_clients():
     same(Dataset.from_data(shards()), by_owner)
     same(Dataset.from_data(dict(enumerate(shards()))), by_owner)
     same(Dataset.from_data(lambda client: shards()[client], clients=6), by_owner)
+    same(Dataset.from_data({np.int64(at): one for at, one in enumerate(shards())}), by_owner)
+    same(Dataset.from_data([(x, y[:, None]) if at % 2 else (x, y) for at, (x, y) in enumerate(shards())]), by_owner)
     named = Dataset.from_data({f"site {9 - client}": one for client, one in enumerate(shards())})
     assert named.client_names == tuple(f"site {client}" for client in range(4, 10))
     federation = Federation.from_data(shards(), config=SMALL)
@@ -154,6 +159,30 @@ def test_a_given_test_part_survives_an_import(tmp_path):
         (lambda: Dataset.from_data(X, Y, name="digits"), "built in"),
         (lambda: Dataset.from_data(X, Y, test=OWNER > 2), "beside client"),
         (lambda: Federation.from_data(X, Y, config=Config(dataset="cifar10")), "leave `dataset` out"),
+        (lambda: Federation.from_data(X, Y, config={"rounds": 1}), "must be a fedobp.Config, not a dict"),
+        (lambda: Federation(SMALL, dataset=X), "must be a fedobp.Dataset, not a ndarray"),
+        (lambda: sweep(SMALL), "write sweep"),
+        (lambda: sweep(["fedavg"]), "must be a fedobp.Config, not a str"),
+        (lambda: sweep([SMALL], dataset=X), "must be a fedobp.Dataset"),
+        (lambda: Dataset.from_data(X, [*map(str, Y[:-1]), float("nan")]), "`y` has no value in row 240"),
+        (lambda: Dataset.from_data(X, [*map(str, Y[:-1]), None]), "`y` has no value in row 240"),
+        (lambda: Dataset.from_data(X, [*Y[:-1].tolist(), "a"]), "`y` mixes texts and numbers"),
+        (lambda: Dataset.from_data(X, Y, client=pd.Series([None, *"a" * 239], dtype=object)), "no value in row 1"),
+        (lambda: Dataset.from_data(np.ma.masked_array(X, X > 1), Y), "masked values"),
+        (lambda: Dataset.from_data({1: (X, Y), "1": (X, Y)}), "two clients have the same name"),
+        (lambda: Dataset.from_data(torch.rand(240, 8, 8, 3), Y), "has its channels last"),
+        (lambda: Dataset.from_data(torch.eye(240).to_sparse(), Y), "is no array"),
+        (lambda: Dataset.from_data(lambda client: 1 / client, clients=2), "ZeroDivisionError.*client 0 of"),
+        (lambda: Dataset.from_data(lambda client: None, clients=10**9), "shard of client 0 must be"),
+        (lambda: Dataset.from_data(lambda client: (X, Y), Y, clients=2), "leave `y` out"),
+        (lambda: Dataset.from_data(X, Y, vocabulary=9), "say `tokens=True`"),
+        (lambda: Dataset.from_data(FRAME, label="y", test=Y > 1), "`test` is not for a DataFrame"),
+        (lambda: Dataset.from_data(FRAME, label="y", tokens=True), "`tokens` is not for a DataFrame"),
+        (lambda: Dataset.from_data(FRAME, label=Y), "must be the name of a column"),
+        (lambda: Dataset.from_data(FRAME, label="y", drop="a"), "must be a list of the names of columns"),
+        (lambda: Dataset.from_data([(TOKENS[:, :-1], TOKENS[:, 1:])] * 2, tokens=True), "next tokens as labels"),
+        (lambda: Dataset.from_data(TOKENS.astype(np.uint64) + 2**63, tokens=True), "a vocabulary has at most"),
+        (lambda: Dataset.from_data(TOKENS, tokens=True, vocabulary=0), "has a vocabulary of 0"),
     ],
 )
 def test_errors_are_sentences(call, message):
@@ -209,3 +238,34 @@ def test_reprs_are_short():
         "Dataset(in-memory: 240 samples of shape 5, 3 labels, 6 clients)"
     )
     assert repr(Federation.from_data(shards())) == "Federation(in-memory, 6 clients, mlp of 1,155 parameters)"
+
+
+def test_another_partition_than_natural_does_not_keep_a_given_test_part():
+    parts = [(x[10:], y[10:], x[:10], y[:10]) for x, y in shards()]
+    with pytest.warns(UserWarning, match="--partition iid does not keep that"):
+        Federation.from_data(parts, config=Config(partition="iid", clients=3))
+
+
+def test_held_out_clients_leave_samples_to_train_on():
+    config = Config(holdout_clients=5, rounds=1)
+    refused = 0
+    for client in range(6):  # one of them trains, the others are held out
+        try:
+            Federation.from_data(X, Y, client=OWNER, test=client != OWNER, config=config)
+        except FedobpError as error:
+            assert "fewer --clients or --holdout-clients" in str(error)  # noqa: PT017
+            refused += 1
+    assert refused == 5
+
+
+def test_a_federation_beside_one_in_memory_reads_its_own_file(tmp_path):
+    np.savez(tmp_path / "mine.npz", x=X + 5, y=Y)
+    in_memory = Federation.from_data(X, Y, name="mine", config=SMALL)
+    on_disk = Federation(Config(dataset="mine", data_dir=tmp_path), beside=in_memory)
+    assert not torch.equal(on_disk.data.x, in_memory.data.x)
+
+
+def test_datasets_are_compared_by_identity():
+    one, other = Dataset.from_data(X, Y), Dataset.from_data(X, Y)
+    assert one != other
+    assert len({one, other}) == 2

@@ -152,6 +152,59 @@ def test_an_exception_names_the_partition_and_the_line(module):
         Federation(Config(partition="mypartitions:broken", clients=5))
 
 
+@dataclass(frozen=True)
+class FewChanges(Halves):
+    """Returns too few changes."""
+
+    name: ClassVar[str] = "few"
+
+    def input_changes(self, task):
+        return [InputChange()]
+
+
+@dataclass(frozen=True)
+class NoChanges(Halves):
+    """Fails."""
+
+    name: ClassVar[str] = "none"
+
+    def input_changes(self, task):
+        raise KeyError("turns")
+
+
+@dataclass(frozen=True)
+class Nameless(Partitioner):
+    """Has no name."""
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (FewChanges, "must return one change for each client"),
+        (NoChanges, "KeyError: 'turns' .partition 'none'"),
+        (Nameless, "has no text `name`"),
+        (max, "is no function of a task"),
+        (lambda task: [[1, [2]], [3], [4]], "gives client 0 no vector"),
+        (lambda task: [np.array([2**64 - 1], np.uint64), [1], [2]], "assigns sample 18446744073709551615"),
+    ],
+)
+def test_faults_of_a_partition_are_sentences(given, message):
+    with pytest.raises(FedobpError, match=message):
+        partition(Y, 3, kind=given)
+
+
+def test_a_partition_cannot_change_the_labels():
+    with pytest.raises(FedobpError, match="read-only"):
+        partition(Y, 3, kind=lambda task: task.y.sort())
+
+
+def test_a_saved_partition_of_an_entry_point_needs_no_code(module, command, tmp_path, monkeypatch):
+    command("partition", "--partition", "in-turn", "--clients", "5", "--save", tmp_path / "saved")
+    monkeypatch.setattr("fedobp.data.partitioner_registry.declared", lambda group: {})
+    flags = ("--partition-file", tmp_path / "saved", "--rounds", "1", "--epochs", "1", "--json")
+    assert command("run", *flags).json["partition"]
+
+
 def test_options_are_checked():
     with pytest.raises(FedobpError, match="unknown option"):
         Federation(Config(partition=in_turn, clients=5, partition_options={"frist": 1}))
@@ -174,5 +227,7 @@ def test_a_task_has_what_a_partition_needs():
     partition(Y, 2, kind=look, alpha=0.3, seed=9, natural=Y)
     assert isinstance(seen[0], PartitionTask)
     assert (seen[0].clients, seen[0].alpha, seen[0].seed) == (2, 0.3, 9)
-    assert seen[0].y is Y
-    assert seen[0].natural is Y
+    for given in (seen[0].y, seen[0].natural):
+        assert np.array_equal(given, Y)
+        with pytest.raises(ValueError, match="read-only"):
+            given[0] = 3

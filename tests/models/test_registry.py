@@ -5,6 +5,7 @@ import tomllib
 from collections import OrderedDict
 from math import prod
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -120,6 +121,88 @@ def test_what_is_no_network_is_refused(given, message, module):
         Federation(Config(model=given))
 
 
+class Fails(nn.Module):
+    """Works on small numbers."""
+
+    def __init__(self, classes):
+        super().__init__()
+        self.classifier = nn.Linear(64, classes)
+
+    def forward(self, x):
+        if x.abs().max() > 1.01:
+            raise ValueError("boom")
+        return self.classifier(x.flatten(1))
+
+
+@pytest.mark.parametrize("engine", ["serial", "auto"])
+@pytest.mark.filterwarnings("ignore:model .* cannot be run for many clients")
+def test_an_exception_in_training_names_the_network_and_the_line(engine):
+    federation = Federation(Config(model=lambda shape, classes: Fails(classes), engine=engine, **FAST))
+    with pytest.raises(FedobpError, match=r"ValueError: boom \(model '.*', .*test_registry.py:\d+\)"):
+        federation.run("fedavg")
+
+
+class Modes(nn.Module):
+    """Computes something else in evaluation."""
+
+    def __init__(self, classes):
+        super().__init__()
+        self.classifier = nn.Linear(64, classes)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.classifier(x if self.training else 2 * x)
+
+
+def frozen(shape, classes):
+    module = wide(shape, classes)
+    module.fc.weight.requires_grad_(False)
+    return module
+
+
+SAME = wide((1, 8, 8), 10)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (frozen, "a parameter 'fc.weight' that does not learn"),
+        (lambda shape, classes: SAME, "returns the same module twice"),
+        (lambda shape, classes: Modes(classes), "something else in evaluation"),
+        (dict, "has no signature"),
+    ],
+)
+def test_networks_that_no_run_could_repeat_are_refused(build, message):
+    with pytest.raises(FedobpError, match=message):
+        Federation(Config(model=build))
+
+
+def test_weights_come_from_torchs_generator():
+    def drawn(shape, classes):
+        module = wide(shape, classes)
+        with torch.no_grad():
+            module.fc.bias.fill_(float(np.random.default_rng().random()))
+        return module
+
+    with pytest.raises(FedobpError, match="has other weights in every call"):
+        Federation(Config(model=drawn))
+
+
+def test_explicit_lanes_are_refused_before_a_folder_is_taken(tmp_path):
+    with pytest.raises(FedobpError, match="use --engine serial"):
+        Federation(Config(model=untyped, engine="lanes", **FAST)).run("fedavg", out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_a_network_prints_is_not_in_the_json(tmp_path, command, monkeypatch):
+    loud = CODE.replace("    layers", "    print(1)\n    layers", 1)
+    (tmp_path / "loud.py").write_text(f"print('loading')\n{loud}")
+    monkeypatch.delitem(sys.modules, "loud", raising=False)
+    flags = [f"--{name}={value}" for name, value in FAST.items()]
+    assert command("run", "--model", "loud:wide", *flags, "--json").json["method"] == "fedobp"
+    assert command("compare", "--methods", "fedavg", "--model", "loud:wide", *flags, "--json").json["runs"]
+
+
 def test_an_exception_names_the_network_and_the_line(module):
     with pytest.raises(FedobpError, match=r"ZeroDivisionError.*model 'mynets:broken'.*mynets.py:12"):
         Federation(Config(model="mynets:broken"))
@@ -161,5 +244,3 @@ def test_a_network_that_cannot_be_vectorised_trains_serially_and_says_so_once():
     assert federation.config.engine == "serial"
     asked = Federation(Config(model=untyped, engine="serial", **FAST)).run("fedavg")
     assert federation.run("fedavg").history == asked.history
-    with pytest.raises(FedobpError, match="use --engine serial"):
-        Federation(Config(model=untyped, engine="lanes", **FAST)).run("fedavg")

@@ -84,16 +84,17 @@ def test_runs_that_differ_in_more_than_their_seeds_have_rows_of_their_own():
     ("seeds", "note"),
     [
         ([{"seed": 3}], "Seed 3."),
-        ([{"seed": 3}, {"seed": 5, "method": "local"}], "Seeds 3 to 5."),
-        ([{"seed": 3}, {"seed": 5}], "Mean ± deviation (n - 1) over seeds 3 to 5."),
+        ([{"seed": 3}, {"seed": 5, "method": "local"}], "Seeds 3, 5."),
+        ([{"seed": 3}, {"seed": 5}], "Mean ± deviation (n - 1) over seeds 3, 5."),
         (
             [{"seed": 3, "partition_seed": 7}, {"seed": 3, "partition_seed": 9}],
-            "Seed 3; mean ± deviation (n - 1) over partition seeds 7 to 9.",
+            "Seed 3; mean ± deviation (n - 1) over partition seeds 7, 9.",
         ),
     ],
 )
 def test_the_note_on_seeds_says_what_is_averaged(seeds, note):
-    assert rendered(compare_table([made(**one) for one in seeds]), 200).splitlines()[-4].endswith(f"default). {note}")
+    lines = rendered(compare_table([made(**one) for one in seeds]), 200).splitlines()
+    assert [line for line in lines if line.endswith(f"default). {note}")]
 
 
 def test_names_and_errors_are_escaped_in_a_notebook():
@@ -122,3 +123,15 @@ def test_a_fast_device_is_shown_in_larger_units():
     for word in ("TFLOP/s", "20.00x", "2 h 30 min", "36.0 s", "NVIDIA H200, tf32", "40.0 TFLOP/s", "97%", "IID",
                  "one run's share of 8", "Random images in the shape of cifar10"):  # fmt: skip
         assert word in " ".join(shown.get().split())
+
+
+def test_seeds_that_are_no_range_are_listed():
+    shown = rendered(compare_table([made(seed=seed) for seed in (1, 7, 42)]), 200)
+    assert "over seeds 1, 7, 42." in shown
+    assert "over seeds 1 to 3." in rendered(compare_table([made(seed=seed) for seed in (3, 1, 2)]), 200)
+
+
+def test_runs_on_other_data_have_no_common_guess():
+    mixed = [made(), made(dataset="mnist")]
+    assert "most frequent training label" not in rendered(compare_table(mixed), 200)
+    assert "most frequent training label" in rendered(compare_table(mixed[:1]), 200)

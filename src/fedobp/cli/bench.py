@@ -8,7 +8,7 @@ import typer
 
 from fedobp.cli.output import print_result
 from fedobp.cli.progress import task_progress
-from fedobp.cli.settings import Json, note_chosen, with_settings
+from fedobp.cli.settings import Json, ModelSet, note_chosen, parse_pairs, with_settings
 from fedobp.config import Config
 
 _BENCH_SETTINGS = (
@@ -22,6 +22,7 @@ def bench(
     *,
     given: Mapping[str, Any],
     runs: Annotated[int, typer.Option(help="Runs that train side by side, each with another seed.")] = 1,
+    model_set: ModelSet = None,
     seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 30.0,
     as_json: Json = False,
 ) -> None:
@@ -41,7 +42,7 @@ def bench(
     from fedobp.report.tables import bench_table
     from fedobp.resolution import resolve
 
-    asked = Config(**given)
+    asked = Config(**given, model_options=parse_pairs("--model-set", model_set))
     dataset = source(asked)
     config, _ = resolve(asked, dataset)
     note_chosen(given, config)

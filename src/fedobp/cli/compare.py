@@ -96,9 +96,11 @@ def compare(
             "partition_options": parse_pairs("--partition-set", partition_set),
             "model_options": parse_pairs("--model-set", model_set),
         }
-        requested, failed, dataset = _requested(common, methods, seeds, method_options(set_, q))
+        with redirect_stdout(sys.stderr):  # what code of the user prints
+            requested, failed, dataset = _requested(common, methods, seeds, method_options(set_, q))
     made, refused = _make_configs(requested)
-    plan = plan_sweep(made.values(), _launches(made, launches), dataset)
+    with redirect_stdout(sys.stderr):
+        plan = plan_sweep(made.values(), _launches(made, launches), dataset)
     positions = list(made)
     refused |= {positions[run]: one for run, one in zip(sorted(plan.failures), plan.failed(), strict=True)}
     failed += [refused[position] for position in sorted(refused)]

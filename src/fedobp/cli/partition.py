@@ -1,6 +1,8 @@
 """`fedobp partition`: show how a dataset is partitioned over clients."""
 
+import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,10 +50,11 @@ def partition(
     from fedobp.resolution import resolve
 
     asked = Config(**given, partition_options=parse_pairs("--partition-set", partition_set))
-    source = read(asked)
-    config, _ = resolve(asked, source)
-    note_chosen(given, config)
-    dataset, shards = assign(config, source)
+    with redirect_stdout(sys.stderr):  # what code of the user prints
+        source = read(asked)
+        config, _ = resolve(asked, source)
+        note_chosen(given, config)
+        dataset, shards = assign(config, source)
     lines = []
     if plot:
         plot_partition(dataset, shards, plot, partition_title(config))

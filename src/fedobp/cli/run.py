@@ -63,10 +63,11 @@ def run(
     merged = _merged(base, given, method_options(set_, q), partition_options, parse_pairs("--model-set", model_set))
     asked = Config(**merged)
     trackers = trackers_named(track or [])
-    dataset = read(asked)
-    resolved, method = resolve(asked, dataset)
-    note_chosen(merged, resolved)
-    federation = Federation.resolved(dataset, resolved, method)
+    with redirect_stdout(sys.stderr):  # what code of the user prints
+        dataset = read(asked)
+        resolved, method = resolve(asked, dataset)
+        note_chosen(merged, resolved)
+        federation = Federation.resolved(dataset, resolved, method)
     folder = out or new_run_folder(f"{resolved.method}-{resolved.dataset}-seed{resolved.seed}")
     try:
         with round_progress(1, resolved.rounds) as advance, redirect_stdout(sys.stderr):  # what plugins print

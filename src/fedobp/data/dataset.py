@@ -14,6 +14,8 @@ from fedobp.data.free_memory import memory_guard
 from fedobp.data.registry import REGISTRY
 from fedobp.errors import FedobpError, short
 
+_MOST_TOKENS = 10_000_000  # of a vocabulary: each is a class, or a row of the embedding
+
 
 @dataclass(frozen=True)
 class Info:
@@ -27,7 +29,7 @@ class Info:
     clients: int = 0  # number of natural clients; 0: none given
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Dataset:
     """Inputs [N, H, W], [N, H, W, C] or [N, features], as uint8 or float32, and labels 0..classes-1.
 
@@ -144,7 +146,15 @@ def _parse_tokens(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
             f"whole numbers [N, length], {least}"
         )
     low, high = int(tokens.min()), int(tokens.max())
+    if high >= _MOST_TOKENS:
+        raise FedobpError(
+            f"dataset '{name}' has a token {high}, and a vocabulary has at most {_MOST_TOKENS:,}: number tokens from 0"
+        )
     vocabulary = _whole(name, arrays, "vocabulary", high + 1)
+    if not 1 <= vocabulary <= _MOST_TOKENS:
+        raise FedobpError(
+            f"dataset '{name}' has a vocabulary of {vocabulary}: give 1 to {_MOST_TOKENS:,}, or leave it out"
+        )
     if low < 0 or high >= vocabulary:
         raise FedobpError(
             f"dataset '{name}' has tokens from {low} to {high}, and a vocabulary of {vocabulary}: tokens are 0 to "

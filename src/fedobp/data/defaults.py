@@ -59,6 +59,8 @@ def flags_to_run(dataset: Dataset) -> dict[str, str] | None:
     samples, least = len(dataset.y), math.ceil(1 / TEST_SHARE)
     if dataset.clients is not None and np.bincount(dataset.clients).max() >= least:
         return {"--partition": "natural"}
+    if dataset.every_position:
+        return {"--partition": "iid"} if dataset.client_names else {}
     if samples < MIN_SAMPLES:
         return {"--partition": "iid", "--clients": "1"} if samples >= least else None
     sizes = np.bincount(dataset.y)

@@ -2,15 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedobp.data.dataset import Dataset, parse
+from fedobp.data.dataset import Dataset, as_vector, parse
 from fedobp.data.datasets import check_name
 from fedobp.data.free_memory import memory_guard
-from fedobp.errors import FedobpError, short
+from fedobp.errors import FedobpError, first_line, short
+from fedobp.plugins import attributing_errors, label
 
 NAME = "in-memory"
 
@@ -33,7 +35,9 @@ def dataset_from_data(
     tokens: bool = False,
     vocabulary: int | None = None,
     name: str = NAME,
-    **columns: Any,
+    missing: str | None = None,
+    drop: Sequence[str] | None = None,
+    categories: Sequence[str] | None = None,
 ) -> Dataset:
     """Return a dataset of what is in memory; it is checked as an import of the same arrays would be.
 
@@ -41,7 +45,8 @@ def dataset_from_data(
 
     - inputs, as an array or a tensor, with labels `y`; `client` has each sample's client, `test` says which samples of
       these clients are for test;
-    - a DataFrame, whose columns `label` and `client` are named; `columns` are the options of an import of a table;
+    - a DataFrame, whose columns `label` and `client` are named; `missing` (refuse, drop or impute), `drop` and
+      `categories` are the options of an import of a table;
     - shards: a sequence, or a mapping by client name, with (x, y) or (x, y, x_test, y_test) for each client;
     - a function that returns such a shard for client 0, 1, ..., with the number of `clients`.
 
@@ -50,38 +55,54 @@ def dataset_from_data(
     """
     check_name(name)
     with memory_guard("the data in memory"):
-        arrays = _arrays(data, y, label, client, clients, test, tokens, columns)
+        columns = {"missing": missing, "drop": drop, "categories": categories}
+        columns = {key: value for key, value in columns.items() if value is not None}
+        if hasattr(data, "columns") and hasattr(data, "iloc"):
+            others = {"y": y, "clients": clients, "test": test, "tokens": tokens or None, "vocabulary": vocabulary}
+            arrays = _frame(data, label, client, columns, others)
+        else:
+            arrays = _arrays(data, y, {"label": label, **columns}, client, clients, test, tokens)
+        if vocabulary is not None and not tokens:
+            raise FedobpError("`vocabulary` is that of tokens: say `tokens=True`, or leave it out")
         if vocabulary is not None:
             arrays["vocabulary"] = np.asarray(vocabulary)
         return replace(parse(name, arrays), in_memory=True)
 
 
-def _arrays(
-    data: Any,
-    y: Any,
-    label: str | None,
-    client: Any,
-    clients: int | None,
-    test: Any,
-    tokens: bool,
-    columns: Mapping[str, Any],
-) -> dict[str, Any]:
-    if hasattr(data, "columns") and hasattr(data, "iloc"):
-        if label is None or y is not None:
-            raise FedobpError("a DataFrame has its labels in a column: name it with `label`, and leave `y` out")
-        from fedobp.data.tables import frame_arrays
+def _frame(data: Any, label: Any, client: Any, columns: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays of a DataFrame; `others` are what concerns other data."""
+    if others["y"] is not None or label is None:
+        raise FedobpError("a DataFrame has its labels in a column: name it with `label`, and leave `y` out")
+    for key, value in others.items():
+        if value is not None:
+            raise FedobpError(f"`{key}` is not for a DataFrame: give arrays or shards instead, or leave it out")
+    for key, value in (("label", label), ("client", client)):
+        if not isinstance(value, str | None):
+            raise FedobpError(f"`{key}` must be the name of a column of the DataFrame, not a {type(value).__name__}")
+    for key in ("drop", "categories"):
+        value = columns.get(key, ())
+        if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(one, str) for one in value):
+            raise FedobpError(f"`{key}` must be a list of the names of columns")
+    from fedobp.data.tables import frame_arrays
 
-        return frame_arrays(data, label, client, **columns)
-    for key, value in {"label": label, **columns}.items():
+    return frame_arrays(data, label, client, **columns)
+
+
+def _arrays(
+    data: Any, y: Any, columns: Mapping[str, Any], client: Any, clients: int | None, test: Any, tokens: bool
+) -> dict[str, Any]:
+    for key, value in columns.items():
         if value is not None:
             raise FedobpError(f"`{key}` concerns the columns of a DataFrame, and the data is none: leave it out")
     whole = y is not None or (tokens and hasattr(data, "shape"))
     if not callable(data) and clients is not None:
         raise FedobpError("`clients` is the number of clients that a function is asked for: leave it out")
+    if callable(data) and y is not None:
+        raise FedobpError("a function returns the labels of its clients: leave `y` out")
     if whole:
-        found = {"tokens" if tokens else "x": _array(data)}
+        found = {"tokens" if tokens else "x": _inputs(data)}
         given = {"y": y, "client": client, "test": test}
-        return found | {key: _names(value) for key, value in given.items() if value is not None}
+        return found | {key: _names(key, value) for key, value in given.items() if value is not None}
     if client is not None or test is not None:
         raise FedobpError("shards say by themselves what each client has: leave `client` and `test` out")
     return _joined(_shards(data, clients, tokens), tokens)
@@ -92,9 +113,9 @@ def _shards(data: Any, clients: int | None, tokens: bool) -> "dict[str | int, tu
     if callable(data):
         if not isinstance(clients, int | np.integer) or clients < 1:
             raise FedobpError("a function needs the number of clients that it is asked for: give `clients`")
-        given: Mapping[Any, Any] = {at: data(at) for at in range(int(clients))}
-    elif isinstance(data, Mapping):
-        given = data
+        return {at: _parts(at, _asked(data, at), tokens) for at in range(int(clients))}
+    if isinstance(data, Mapping):
+        given: Mapping[Any, Any] = data
     elif isinstance(data, Sequence) and not isinstance(data, str):
         given = dict(enumerate(data))
     else:
@@ -106,6 +127,12 @@ def _shards(data: Any, clients: int | None, tokens: bool) -> "dict[str | int, tu
     return {key: _parts(key, one, tokens) for key, one in given.items()}
 
 
+def _asked(function: Any, client: int) -> Any:
+    """Return what a function of the user returns for a client."""
+    with attributing_errors(f"client {client} of", label(function), function):
+        return function(client)
+
+
 def _parts(client: Any, shard: Any, tokens: bool) -> tuple[_Part, _Part | None]:
     """Return a shard's parts, which come in one of the forms that are allowed."""
     arrays = [shard] if tokens and hasattr(shard, "shape") else shard
@@ -113,11 +140,23 @@ def _parts(client: Any, shard: Any, tokens: bool) -> tuple[_Part, _Part | None]:
     if is_list and len(arrays) == 2 and all(isinstance(one, tuple | list) and len(one) == 2 for one in arrays):
         arrays = [*arrays[0], *arrays[1]]
     if is_list:
-        found = [_array(one) for one in arrays]
+        found = [_inputs(one) if at % 2 == 0 else _array(one) for at, one in enumerate(arrays)]
         if tokens and len(found) <= 2 and all(one.ndim == 2 for one in found):
+            if (
+                len(found) == 2
+                and found[0].shape == found[1].shape
+                and np.array_equal(found[0][:, 1:], found[1][:, :-1])
+            ):
+                raise FedobpError(
+                    f"the shard of client {short(client)} has its next tokens as labels: give all tokens, [N, length + "
+                    "1], without labels"
+                )
             return _Part(found[0], None), _Part(found[1], None) if len(found) == 2 else None
         if len(found) in (2, 4):
-            train, *rest = (_Part(found[at], _names(found[at + 1])) for at in range(0, len(found), 2))
+            train, *rest = (
+                _Part(found[at], as_vector(_names(f"labels of client {short(client)}", arrays[at + 1])))
+                for at in range(0, len(found), 2)
+            )
             return train, rest[0] if rest else None
     raise FedobpError(f"the shard of client {short(client)} must be (x, y), or (x, y, x_test, y_test)")
 
@@ -125,6 +164,10 @@ def _parts(client: Any, shard: Any, tokens: bool) -> tuple[_Part, _Part | None]:
 def _joined(shards: "Mapping[str | int, tuple[_Part, _Part | None]]", tokens: bool) -> dict[str, Any]:
     """Return the arrays of all clients' samples, in the order of the clients."""
     first = next(iter(shards.values()))
+    numbers = all(isinstance(one, Integral) for one in shards)
+    names = {client: int(client) if numbers else str(client).strip("\0") for client in shards}
+    if len(set(names.values())) < len(names):
+        raise FedobpError("two clients have the same name: give each client one of its own")
     pieces: list[_Part] = []
     clients: list[str | int] = []
     tests: list[bool] = []
@@ -151,7 +194,7 @@ def _joined(shards: "Mapping[str | int, tuple[_Part, _Part | None]]", tokens: bo
             raise FedobpError(f"the shard of client {short(client)} has no samples: leave it out")
     found: dict[str, Any] = {
         "tokens" if tokens else "x": np.concatenate([part.x for part in pieces]),
-        "client": _names(clients if all(isinstance(one, int) for one in shards) else list(map(str, clients))),
+        "client": np.array([names[client] for client in clients]),
     }
     labels = [part.y for part in pieces if part.y is not None]
     if labels:
@@ -161,25 +204,45 @@ def _joined(shards: "Mapping[str | int, tuple[_Part, _Part | None]]", tokens: bo
     return found if first[1] is None else {**found, "test": np.array(tests)}
 
 
-def _array(given: Any) -> NDArray[Any]:
-    """Return an array or a tensor as an array of its own: what the user changes later does not change a run.
-
-    Tensors of images are channels first, as torch has them.
-    """
-    if callable(getattr(given, "detach", None)):
-        given = given.detach().cpu()
-        given = given.float() if str(given.dtype) in ("torch.bfloat16", "torch.float16") else given
-        array = np.array(given.numpy())
-        if array.ndim == 4 and array.shape[1] in (1, 3) and array.shape[3] > 4:
-            array = np.ascontiguousarray(array.transpose(0, 2, 3, 1))
-        return array
-    try:
-        return np.array(given)
-    except ValueError as error:  # rows of several lengths
-        raise FedobpError(f"the data in memory is no array ({short(error, 100)}): give rows of one length") from error
-
-
-def _names(given: Any) -> NDArray[Any]:
-    """Return labels or clients; a column of Python texts or numbers gets their type."""
+def _inputs(given: Any) -> NDArray[Any]:
+    """Return inputs as an array; tensors of images are channels first, as torch has them."""
     array = _array(given)
-    return np.array(array.tolist()) if array.dtype == object else array
+    if array.ndim != 4 or not _is_tensor(given):
+        return array
+    if array.shape[3] in (1, 3) and array.shape[1] not in (1, 3):
+        raise FedobpError(
+            f"the tensor of images has shape {array.shape}, which has its channels last: give x.permute(0, 3, 1, 2)"
+        )
+    return np.ascontiguousarray(array.transpose(0, 2, 3, 1))
+
+
+def _array(given: Any) -> NDArray[Any]:
+    """Return an array or a tensor as an array of its own: what the user changes later does not change a run."""
+    try:
+        if _is_tensor(given):
+            given = given.detach().cpu().resolve_conj()
+            return np.array((given.float() if given.itemsize < 4 and given.is_floating_point() else given).numpy())
+        array = np.array(given)
+    except (ValueError, TypeError, RuntimeError) as error:  # rows of several lengths, a sparse tensor
+        raise FedobpError(f"the data in memory is no array ({first_line(error)}): give rows of one length") from error
+    if np.ma.is_masked(given):
+        raise FedobpError("the data in memory has masked values: fill them in, or leave their samples out")
+    return array
+
+
+def _is_tensor(given: Any) -> bool:
+    return callable(getattr(given, "detach", None))
+
+
+def _names(what: str, given: Any) -> NDArray[Any]:
+    """Return labels or clients; a column of Python texts or numbers gets their type, and none may be missing."""
+    array = _array(given)
+    if array.dtype != object and not (array.dtype.kind == "U" and not hasattr(given, "dtype")):
+        return array
+    cells = list(given)
+    for row, cell in enumerate(cells, 1):
+        if cell is None or cell != cell or str(cell) in ("<NA>", "NaT"):  # NaN is not itself
+            raise FedobpError(f"`{what}` has no value in row {row}: fill it in, or leave the sample out")
+    if len({isinstance(cell, str) for cell in cells}) > 1:
+        raise FedobpError(f"`{what}` mixes texts and numbers: give one of them")
+    return np.array(cells)

@@ -1,5 +1,6 @@
 """Partition of a dataset over clients: assignment of samples, train/val/test splits, and held-out clients."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -8,7 +9,7 @@ from numpy.random import default_rng
 from numpy.typing import NDArray
 
 from fedobp.data.dataset import Dataset
-from fedobp.data.partitioner_registry import GivenPartitioner, assigned, partitioner
+from fedobp.data.partitioner_registry import GivenPartitioner, assigned, changes, partitioner
 from fedobp.data.partitioners import UNCHANGED, Indices, InputChange, PartitionTask
 from fedobp.errors import FedobpError
 from fedobp.options import Option
@@ -51,20 +52,34 @@ def partition(
     clients are drawn by the seed and come last; the assignment of samples does not depend on their number. Natural
     clients keep the `test` samples that the data gives them.
     """
-    made, task = partitioner(kind).configure(options or {}), PartitionTask(y, clients, alpha, seed, natural)
+    made = partitioner(kind).configure(options or {})
+    task = PartitionTask(_read_only(y), clients, alpha, seed, None if natural is None else _read_only(natural))
     if made.by_label and y.ndim > 1:
         raise FedobpError(
             f"--partition {made.name} assigns samples by their label, and these predict every next token: use "
             "--partition natural, iid or quantity"
         )
     given = test if made.name == "natural" else None
+    if test is not None and given is None:
+        warnings.warn(
+            f"the data says which samples are for test, and --partition {made.name} does not keep that: natural does",
+            stacklevel=2,
+        )
     shards = [
         _split(indices, val_ratio, change, given)
-        for indices, change in zip(assigned(made, task), made.input_changes(task), strict=True)
+        for indices, change in zip(assigned(made, task), changes(made, task), strict=True)
     ]
-    if not any(len(shard.train) for shard in shards):
-        raise FedobpError("no client has a sample to train on: use fewer --clients or more data")
-    return _held_out(shards, holdout, seed)
+    shards = _held_out(shards, holdout, seed)
+    if not any(len(shard.train) for shard in shards if not shard.held_out):
+        raise FedobpError("no client has a sample to train on: use fewer --clients or --holdout-clients, or more data")
+    return shards
+
+
+def _read_only(values: Indices) -> Indices:
+    """Return a view that code of the user cannot write to."""
+    view = values.view()
+    view.flags.writeable = False
+    return view
 
 
 def _split(indices: Indices, val_ratio: float, change: InputChange, given: NDArray[np.bool_] | None) -> Shard:

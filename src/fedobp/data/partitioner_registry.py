@@ -4,13 +4,15 @@ A function takes a `PartitionTask` and returns the sample ids of each client. It
 or a text as default are its options.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any, ClassVar
 
 import numpy as np
 
-from fedobp.data.partitioners import PARTITIONERS, Indices, Partitioner, PartitionTask
+from fedobp.data.partitioners import PARTITIONERS, Indices, InputChange, Partitioner, PartitionTask
 from fedobp.errors import FedobpError, short, unknown
 from fedobp.options import options_of
 from fedobp.plugins import attributing_errors, declared, is_reference, label, load_entry_point, load_reference
@@ -40,10 +42,22 @@ def partitioner_names() -> list[str]:
 
 def assigned(maker: Partitioner, task: PartitionTask) -> list[Indices]:
     """Return each client's samples; what a partitioner of the user or of another package returns is checked."""
-    owner = getattr(maker, "function", type(maker))
-    with attributing_errors("partition", maker.name, owner):
+    with _attributed(maker):
         found = maker.assign(task)
     return found if type(maker) in PARTITIONERS.values() else _checked(found, maker.name, task)
+
+
+def changes(maker: Partitioner, task: PartitionTask) -> list[InputChange]:
+    """Return each client's input change, checked like what is assigned."""
+    with _attributed(maker):
+        found = maker.input_changes(task)
+    if not isinstance(found, Sequence) or len(found) != task.clients:
+        raise FedobpError(f"`input_changes` of partition '{maker.name}' must return one change for each client")
+    return list(found)
+
+
+def _attributed(maker: Partitioner) -> AbstractContextManager[None]:
+    return attributing_errors("partition", maker.name, getattr(maker, "function", type(maker)))
 
 
 def _checked(found: Any, name: str, task: PartitionTask) -> list[Indices]:
@@ -55,7 +69,12 @@ def _checked(found: Any, name: str, task: PartitionTask) -> list[Indices]:
         )
     parts = []
     for client, one in enumerate(found):
-        ids = np.asarray(one)
+        try:
+            ids = np.asarray(one)
+        except ValueError as error:  # rows of several lengths
+            raise FedobpError(f"partition '{name}' gives client {client} no vector: return its sample ids") from error
+        if ids.size and ids.dtype.kind == "u" and ids.max() >= len(task.y):
+            raise FedobpError(f"partition '{name}' assigns sample {ids.max()}, and samples are 0 to {len(task.y) - 1}")
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise FedobpError(
                 f"partition '{name}' gives client {client} an array of shape {short(ids.shape)} and type "
@@ -99,5 +118,11 @@ def _made(given: Any, name: str) -> type[Partitioner]:
 def _problem(given: object) -> str | None:
     """Return why an object is no partitioner; None if it is."""
     if isinstance(given, type):
-        return None if issubclass(given, Partitioner) else "is a class that is no subclass of `Partitioner`"
-    return None if callable(given) else "is no function of a task that returns the sample ids of each client"
+        if not issubclass(given, Partitioner):
+            return "is a class that is no subclass of `Partitioner`"
+        return None if isinstance(getattr(given, "name", None), str) else "has no text `name`"
+    try:
+        inspect.signature(given)  # type: ignore[arg-type]
+    except (ValueError, TypeError):  # it cannot be called, or is a function in C
+        return "is no function of a task that returns the sample ids of each client"
+    return None

@@ -6,7 +6,7 @@ scores in one place. scikit-learn is imported here, where a metric needs it, and
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ class Metric:
     pooled: float | None  # all clients' samples together
     client_mean: float | None  # every client counts once
     client_std: float | None  # population standard deviation over clients
-    per_client: tuple[float | None, ...]  # by client; None also for a client without samples
+    per_client: tuple[float | None, ...] = field(repr=False)  # by client; None also for a client without samples
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,9 @@ class Confusion:
 
     pooled: Matrix
     per_client: tuple[Matrix | None, ...]
+
+    def __repr__(self) -> str:
+        return f"Confusion({len(self.pooled)} classes, {len(self.per_client)} clients)"
 
 
 Metrics = Mapping[MetricName, Metric | Confusion]

@@ -21,7 +21,7 @@ from fedobp.models.layout import Layout
 from fedobp.models.per_sample import RecordingLinear, linear_layers, with_recording
 from fedobp.models.registry import Network, network, network_options, token_arguments
 from fedobp.options import Option
-from fedobp.plugins import attributing_errors, label
+from fedobp.plugins import attributing_errors, is_ours, label
 
 
 class Model:
@@ -56,6 +56,8 @@ class Model:
                 "--model, or import smaller inputs"
             ) from error
         self._check(module)
+        if not is_ours(self.build):
+            self._check_pure(module)
         self.linear = linear_layers(module, self.zeros(2))
         self.structure, self._threads = with_pure_batch_norm(module), threading.local()
         tensors = _tensors(module)
@@ -78,6 +80,12 @@ class Model:
             raise FedobpError(f"model '{self.name}' returns no torch module, but a {type(module).__name__}")
         if not any(Layout.in_head(name) for name, _ in module.named_parameters()):
             raise FedobpError(f"model '{self.name}' has no layer called `classifier`: name its last layer so")
+        for name, parameter in module.named_parameters():
+            if not parameter.requires_grad:
+                raise FedobpError(
+                    f"model '{self.name}' has a parameter '{name}' that does not learn (requires_grad=False), which is "
+                    "not supported: make it learn, or leave it out"
+                )
         norms = dict(batch_norm_layers(module))
         if any(name.rpartition(".")[0] not in norms for name, _ in module.named_buffers()):
             raise FedobpError(f"model '{self.name}' has buffers other than BatchNorm's, which are not supported")
@@ -104,6 +112,26 @@ class Model:
     def __repr__(self) -> str:
         size = "x".join(map(str, self.shape))
         return f"Model({self.name} for inputs of {size}, {self.classes} classes, {self.layout.size:,} parameters)"
+
+    def _check_pure(self, module: nn.Module) -> None:
+        """Refuse a function that returns one module twice, other weights for one seed, or modules with two modes."""
+        again = self._build(seed=0)
+        if again is module:
+            raise FedobpError(f"model '{self.name}' returns the same module twice: return a new one in every call")
+        if not all(map(torch.equal, _tensors(module).values(), _tensors(again).values())):
+            raise FedobpError(
+                f"model '{self.name}' has other weights in every call: draw them with torch, whose generator is seeded"
+            )
+        if not dict(batch_norm_layers(module)):
+            x = self.zeros(2)
+            x = x if self.vocabulary else torch.linspace(-1, 1, x.numel()).view_as(x)
+            with torch.no_grad(), attributing_errors("model", self.name, self.build):
+                trained, used = again.train()(x), again.eval()(x)
+            if not torch.equal(trained, used):
+                raise FedobpError(
+                    f"model '{self.name}' computes something else in evaluation than in training (`self.training`), "
+                    "which is not supported"
+                )
 
     def initial(self, seed: int) -> Tensor:
         """Return theta^0: torch's default initialisation after seeding with `seed`, in float32."""

@@ -77,7 +77,11 @@ def _problem(build: object) -> str | None:
         return "is no function of (shape, classes) that returns a torch module"
     if isinstance(build, nn.Module):
         return "is a module: give a function of (shape, classes) that returns a new one"
-    for name, one in inspect.signature(build).parameters.items():
+    try:
+        parameters = inspect.signature(build).parameters
+    except (ValueError, TypeError):  # of a function in C
+        return "has no signature: give a Python function of (shape, classes)"
+    for name, one in parameters.items():
         if one.kind is one.KEYWORD_ONLY and one.default is one.empty and name not in _TOKENS:
             return f"needs '{name}', which no run passes: give it a default"
     return None

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fedobp.errors import short
 from fedobp.evaluation import Accuracy, Confusion, Metric
 from fedobp.options import MetricName
 from fedobp.report.result_table import ResultTable
@@ -18,7 +19,9 @@ METRICS_NOTE = "Loss in nats; F1, AUC and ECE from 0 to 1; -: not defined."
 _MOST_CLASSES = 20  # of a confusion matrix that is printed
 
 
-def metric_tables(rows: Sequence[tuple[str, Accuracy | None]], names: Sequence[MetricName]) -> list[ResultTable]:
+def metric_tables(
+    rows: Sequence[tuple[str, Accuracy | None]], names: Sequence[MetricName], labels: Sequence[str | int] = ()
+) -> list[ResultTable]:
     """Return the metrics that were asked for by model, and the confusion matrix of the first model."""
     tables = []
     if names:
@@ -32,18 +35,19 @@ def metric_tables(rows: Sequence[tuple[str, Accuracy | None]], names: Sequence[M
         tables.append(table)
     model, first = rows[0]
     if first and isinstance(confusion := first.metrics.get("confusion"), Confusion):
-        tables.append(_confusion_table(model, confusion))
+        tables.append(_confusion_table(model, confusion, labels))
     return tables
 
 
-def _confusion_table(model: str, confusion: Confusion) -> ResultTable:
+def _confusion_table(model: str, confusion: Confusion, labels: Sequence[str | int]) -> ResultTable:
     classes = len(confusion.pooled)
-    table = ResultTable("label", *map(str, range(classes)))
+    names = [short(label, 20) for label in labels or range(classes)]
+    table = ResultTable("label", *names)
     if classes > _MOST_CLASSES:
         table.notes = [f"The confusion matrix of {classes:,} classes is too wide to show: see --json or result.json."]
         return table
-    for label, counts in enumerate(confusion.pooled):
-        table.add_row(str(label), *(f"{count:,}" for count in counts))
+    for name, counts in zip(names, confusion.pooled, strict=True):
+        table.add_row(name, *(f"{count:,}" for count in counts))
     table.notes = [f"Confusion matrix, {model}, all clients: samples by true label (row) and predicted label."]
     return table
 

@@ -55,8 +55,8 @@ def run_table(result: "Result") -> ResultTable:
         f"Personal parameters per client: {result.personal.mean:,.0f} of {result.models.size:,}. Traffic per round: "
         f"{down} down, {up} up. {result.seconds:.1f} s."
     )
-    table.notes = [_protocol_note([result]), _majority_note([result]), *_new_clients_note([result]), cost]
-    table.below = metric_tables(rows, shared_metrics([result]))
+    table.notes = [_protocol_note([result]), *_majority_note([result]), *_new_clients_note([result]), cost]
+    table.below = metric_tables(rows, shared_metrics([result]), result.labels)
     return table
 
 
@@ -67,9 +67,13 @@ def _new_clients_note(results: "Sequence[Result]") -> list[str]:
     return [f"New clients: {held_out}, held out of all rounds and of the other numbers; each trains once, by itself."]
 
 
-def _majority_note(results: "Sequence[Result]") -> str:
+def _majority_note(results: "Sequence[Result]") -> list[str]:
+    """Return what always answering a client's most frequent label gives: of runs on one kind of data only."""
+    data = {(run.config.dataset, run.config.partition, run.config.clients, run.config.alpha) for run in results}
+    if len(data) > 1:
+        return []
     guess = statistics.fmean(result.accuracy.majority_class for result in results)
-    return f"Always answering each client's most frequent training label would give {guess:.2f}."
+    return [f"Always answering each client's most frequent training label would give {guess:.2f}."]
 
 
 def summarise(results: "Sequence[Result]") -> list[dict[str, Any]]:
@@ -118,11 +122,12 @@ def compare_table(results: "Sequence[Result]") -> ResultTable:
             f"{statistics.fmean(run.seconds for run in runs):.1f}",
         )
     sizes = " or ".join(f"{size:,}" for size in sorted({run.models.size for run in results}))
+    side_by_side = any(len(run.launch) > 1 for run in results)
     table.notes = [
         f"{_protocol_note(results)} {_seeds_note(results, any(len(runs) > 1 for runs in groups.values()))}",
         f"Personal: a client's own parameters, of {sizes}. Down, up: the cohort's payload per round.",
-        "Seconds: a run's equal share of the time, because runs train side by side.",
-        _majority_note(results),
+        *(["Seconds: a run's equal share of the time, because runs train side by side."] if side_by_side else []),
+        *_majority_note(results),
         *_new_clients_note(results),
         *([f"Metrics are pooled. {METRICS_NOTE}"] if metrics else []),
     ]
@@ -133,10 +138,16 @@ def _seeds_note(results: "Sequence[Result]", means: bool) -> str:
     seeds = sorted({result.config.seed for result in results})
     partitions = sorted({result.config.partition_seed for result in results})
     if means and len(seeds) == 1 and len(partitions) > 1:
-        return f"Seed {seeds[0]}; mean ± deviation (n - 1) over partition seeds {partitions[0]} to {partitions[-1]}."
+        return f"Seed {seeds[0]}; mean ± deviation (n - 1) over partition seeds {_span(partitions)}."
     if len(seeds) == 1:
         return f"Seed {seeds[0]}."
-    return f"{'Mean ± deviation (n - 1) over seeds' if means else 'Seeds'} {seeds[0]} to {seeds[-1]}."
+    return f"{'Mean ± deviation (n - 1) over seeds' if means else 'Seeds'} {_span(seeds)}."
+
+
+def _span(seeds: Sequence[int]) -> str:
+    """Return sorted seeds in words: as a range if none is left out."""
+    whole = len(seeds) > 1 and seeds[-1] - seeds[0] + 1 == len(seeds)
+    return f"{seeds[0]} to {seeds[-1]}" if whole else ", ".join(map(str, seeds))
 
 
 def results_html(results: "Sequence[Result]", failures: "Sequence[Failure]") -> str:
