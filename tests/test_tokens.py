@@ -185,3 +185,13 @@ def test_models_of_numbers_refuse_tokens_and_the_other_way_round():
 
     with pytest.raises(FedobpError, match="has no parameter `every_position`"):
         federation(model=last_only, model_options={})
+
+
+def test_an_import_of_tokens_says_how_to_run_them(tmp_path, command):
+    np.savez(tmp_path / "text.npz", tokens=TEXT)
+    said = command("data", "import", "text", tmp_path / "text.npz")
+    assert (said.code, "Next: fedobp run --dataset text" in said.out) == (0, True)
+    np.savez(tmp_path / "few.npz", tokens=TEXT[:12], client=np.arange(12) // 2)  # too few for a test part each
+    said = command("data", "import", "few", tmp_path / "few.npz")
+    assert "--partition iid" in said.out
+    assert command("run", "--dataset", "few", "--partition", "iid", "--rounds", "1", "--epochs", "1").code == 0
