@@ -107,6 +107,25 @@ def test_a_decimal_comma_between_commas_must_be_quoted_and_given(folder, source)
     assert imported("mine", text, folder, decimal=",").x.tolist() == [[1.5], [2]]
 
 
+@pytest.mark.parametrize("cell", ["1.234,56", "1.234.567", "-12.345.678,9"])
+@pytest.mark.parametrize("first", ["3,5", "7"])
+def test_thousands_with_points_are_refused(folder, source, cell, first):
+    text = source(f"label;a\nx;{first}\ny;{cell}\n")
+    sentence = f"has '{cell}' in row 2 of column 'a', which is no number: remove separators of thousands$"
+    refused(sentence, text, folder)
+    refused(sentence, text, folder, decimal=",")
+    assert imported("mine", text, folder, categories="a").x.sum() == 2
+
+
+def test_labels_and_clients_have_decimal_commas_too(folder, source):
+    refused("fractions in the label column 'label', such as 0.5: .*, unlike in row 1",
+            source("label;a\n0,5;1,5\n1,5;2\n"), folder)  # fmt: skip
+    found = imported("mine", source("label;a;ward\n10,0;1,5;2,0\n9,0;2;10\n"), folder, client="ward")
+    assert (found.labels, found.client_names) == ((9, 10), ("2", "10"))
+    found = imported("names", source("label;a\n1,0;1,5\nx,y;2\n"), folder)
+    assert found.labels == ("1,0", "x,y")
+
+
 # Encodings.
 
 

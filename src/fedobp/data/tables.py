@@ -93,14 +93,22 @@ def frame_arrays(
     chunk = {name: frame[names[name]] for name in [*columns.named, *columns.features]}
     categorical = [name for name, column in chunk.items() if hasattr(column.dtype, "categories")]
     cells = {name: _frame_cells(column) for name, column in chunk.items()}
-    arrays, _ = columns.to_arrays([cells], categorical=categorical)
+    temporal = [name for name, column in chunk.items() if _is_period(column)]
+    arrays, _ = columns.to_arrays([cells], categorical=categorical, temporal=temporal)
     return arrays
 
 
 def _frame_cells(column: Any) -> NDArray[Any]:
-    """Return a column's cells, dates and durations as Python objects."""
+    """Return a column's cells, dates and durations as Python objects; categories of any type are texts, as in a CSV."""
+    if hasattr(column.dtype, "categories") or _is_period(column):
+        column = column.astype(object).map(str, na_action="ignore")
     cells: NDArray[Any] = column.to_numpy()
     return cells.astype(f"{cells.dtype.kind}8[us]").astype(object) if cells.dtype.kind in "mM" else cells
+
+
+def _is_period(column: Any) -> bool:
+    """Return whether a column of a DataFrame has pandas' type for periods; pandas need not be there."""
+    return type(column.dtype).__name__ == "PeriodDtype"
 
 
 def read_parquet(path: Path, rules: TableRules, progress: Progress) -> tuple[Arrays, TableSummary]:
@@ -127,6 +135,9 @@ def read_huggingface(name: str, path: Path, rules: TableRules, progress: Progres
     with _arrow_errors(path, "a Hugging Face dataset", "save it again with save_to_disk"):
         loaded = datasets.load_from_disk(str(path))
         splits = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"": loaded}
+        splits = {split: rows for split, rows in splits.items() if len(rows)}
+        if not splits:
+            raise FedobpError(f"{short(path, 200)} has no rows: there is nothing to import")
         ordered = sorted(splits, key=lambda split: split != "train")
         first = splits[ordered[0]]
         for split in ordered:
@@ -206,13 +217,27 @@ def _read_arrow(
             progress(f"reading {path.name}", done / rows)
 
     categorical = [name for name in columns.features if types.is_dictionary(arrow_types[name])]
+    temporal = [name for name in columns.features if _is_temporal(schema.field(name))]
     images = ImageArray(rows) if image_columns else None
-    return columns.to_arrays(chunks(), categorical=[*categorical, *classes], images=images, n_train=n_train)
+    return columns.to_arrays(
+        chunks(), categorical=[*categorical, *classes], temporal=temporal, images=images, n_train=n_train
+    )
 
 
 def _storage_type(arrow_type: Any) -> Any:
     """Return the storage type of an Arrow type: Hugging Face's array types are stored as lists."""
     return getattr(arrow_type, "storage_type", arrow_type)
+
+
+def _is_temporal(field: Any) -> bool:
+    """Return whether a column's type is one for dates, times, durations or pandas' periods."""
+    from pyarrow import types
+
+    # Without pandas, pyarrow knows the type of periods by the field's metadata only.
+    name = (
+        getattr(field.type, "extension_name", "") or (field.metadata or {}).get(b"ARROW:extension:name", b"").decode()
+    )
+    return bool(types.is_temporal(field.type)) or name == "pandas.period"
 
 
 def _holds_images(arrow_type: Any) -> bool:
