@@ -263,6 +263,18 @@ def test_the_training_split_shrinks_with_its_dropped_rows(folder, tmp_path):
     assert imported("other", tmp_path / "saved", folder, missing="impute").n_train == 3
 
 
+@pytest.mark.parametrize(("empty", "n_train"), [("test", 2), ("train", None), ("validation", 2)])
+def test_empty_splits_are_skipped(folder, tmp_path, empty, n_train):
+    whole = datasets.Dataset.from_dict({"a": [1.0, 2.0], "label": [0, 1]})
+    splits = {"train": whole, "test": whole} | {empty: datasets.Dataset.from_dict({"a": [], "label": []})}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    found = imported("mine", tmp_path / "saved", folder)
+    assert (found.x[:2].tolist(), found.n_train) == ([[1], [2]], n_train or 0)
+    datasets.DatasetDict({name: whole.select([]) for name in splits}).save_to_disk(tmp_path / "none")
+    with pytest.raises(FedobpError, match="none has no rows: there is nothing to import"):
+        import_dataset("other", tmp_path / "none", folder)
+
+
 # Columns that are left out, and flags.
 
 

@@ -5,6 +5,7 @@ If a column holds images, as in Hugging Face datasets, they are the inputs, and 
 
 import csv
 import io
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -133,9 +134,7 @@ def read_huggingface(name: str, path: Path, rules: TableRules, progress: Progres
         if not file.is_dir():
             regular(file)
     with _arrow_errors(path, "a Hugging Face dataset", "save it again with save_to_disk"):
-        loaded = datasets.load_from_disk(str(path))
-        splits = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"": loaded}
-        splits = {split: rows for split, rows in splits.items() if len(rows)}
+        splits = _saved_splits(path)
         if not splits:
             raise FedobpError(f"{short(path, 200)} has no rows: there is nothing to import")
         ordered = sorted(splits, key=lambda split: split != "train")
@@ -156,6 +155,19 @@ def read_huggingface(name: str, path: Path, rules: TableRules, progress: Progres
         n_train = len(splits["train"]) if "train" in splits else None
         rows = sum(map(len, splits.values()))
         return _read_arrow(path, first.features.arrow_schema, rows, tables, rules, progress, classes, n_train)
+
+
+def _saved_splits(path: Path) -> dict[str, Any]:
+    """Return the splits that have rows; `datasets` saves an empty split without a file, and then cannot load it."""
+    import datasets
+
+    folders = {"": path}
+    if not (path / "state.json").is_file():
+        folders = {name: path / name for name in json.loads((path / "dataset_dict.json").read_text())["splits"]}
+    states = {name: json.loads((folder / "state.json").read_text()) for name, folder in folders.items()}
+    saved = [name for name, state in states.items() if state["_data_files"]]
+    loaded = {name: datasets.load_from_disk(str(folders[name])) for name in saved}
+    return {name: rows for name, rows in loaded.items() if len(rows)}
 
 
 @contextmanager
