@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fedobp.data.cells import CSV_MISSING
 from fedobp.data.columns import Arrays, Chunk, Columns, TableRules, TableSummary
-from fedobp.data.csv_format import CsvFormat, csv_format, undecodable
+from fedobp.data.csv_format import CsvFormat, csv_format, skip_mark, undecodable
 from fedobp.data.features import Cells, flag
 from fedobp.data.images import ImageArray
 from fedobp.data.registry import REGISTRY
@@ -34,9 +34,10 @@ def read_csv(path: Path, rules: TableRules, progress: Progress) -> tuple[Arrays,
     """Read a CSV file with column names in the first line."""
     found = csv_format(path, rules)
     try:
-        with path.open("rb") as raw:
-            rows = found.rows(io.TextIOWrapper(raw, encoding=found.encoding, newline=""))
-            names = [name.lstrip("\ufeff").strip() for name in next(rows, [])]
+        with path.open("rb") as raw, io.TextIOWrapper(raw, encoding=found.encoding, newline="") as text:
+            skip_mark(text)
+            rows = found.rows(text)
+            names = [name.strip() for name in next(rows, [])]
             if not names:
                 raise FedobpError(f"{short(path, 200)} is empty: there is nothing to import")
             if "" in names:
@@ -50,11 +51,13 @@ def read_csv(path: Path, rules: TableRules, progress: Progress) -> tuple[Arrays,
                 columns, names, rows, found, lambda: progress(f"reading {path.name}", raw.tell() / size)
             )
             return columns.to_arrays(chunks)
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         raise undecodable(path, found) from error
-    except (OSError, csv.Error) as error:
+    except csv.Error as error:
+        raise FedobpError(f"{short(path, 200)} {error}") from error
+    except OSError as error:
         raise FedobpError(
-            f"{short(path, 200)} cannot be read as a CSV file ({first_line(error)}): save it again, in UTF-8"
+            f"{short(path, 200)} cannot be read as a CSV file ({first_line(error)}): make all of it readable"
         ) from error
 
 
