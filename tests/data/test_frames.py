@@ -144,6 +144,12 @@ def test_column_names_that_are_numbers(tmp_path):
     assert (found["x"].tolist(), found["y"].tolist()) == ([[0, 1, 1, 0], [1, 0, 0, 1]], [7, 8])
 
 
+@pytest.mark.parametrize("rule", ["drop", "categories"])
+def test_a_single_column_that_is_no_text_is_refused(rule):
+    with pytest.raises(FedobpError, match=f"^{rule} is 0: give the names of columns as a text or a list"):
+        frame_arrays(pandas.DataFrame({0: [1, 2], 1: [3, 4], "label": [0, 1]}), "label", **{rule: 0})
+
+
 @pytest.mark.parametrize(
     ("frame", "sentence"),
     [

@@ -52,6 +52,9 @@ class TableRules:
     def __post_init__(self) -> None:
         if self.missing not in MISSING_POLICIES:
             raise unknown("value of --missing", self.missing, MISSING_POLICIES)
+        for key, listed in (("drop", self.drop), ("categories", self.categories)):
+            if not isinstance(listed, Iterable):
+                raise FedobpError(f"{key} is {short(listed)}: give the names of columns as a text or a list")
 
 
 @dataclass(frozen=True)

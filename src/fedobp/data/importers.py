@@ -57,9 +57,6 @@ def import_dataset(
     for key, value in texts.items():
         if not isinstance(value, str | None):
             raise FedobpError(f"{key} is {short(value)}, which is no text: give a text, such as '{short(value)}'")
-    for key, listed in (("drop", drop), ("categories", categories)):
-        if not isinstance(listed, Sequence):
-            raise FedobpError(f"{key} is {short(listed)}: give the names of columns as a text or a list")
     rules = TableRules(label or "label", client, missing, drop, categories, separator, decimal, encoding)
     with memory_guard(f"importing {short(source, 200)}"):
         try:
