@@ -107,6 +107,25 @@ def test_a_decimal_comma_between_commas_must_be_quoted_and_given(folder, source)
     assert imported("mine", text, folder, decimal=",").x.tolist() == [[1.5], [2]]
 
 
+@pytest.mark.parametrize("cell", ["1.234,56", "1.234.567", "-12.345.678,9"])
+@pytest.mark.parametrize("first", ["3,5", "7"])
+def test_thousands_with_points_are_refused(folder, source, cell, first):
+    text = source(f"label;a\nx;{first}\ny;{cell}\n")
+    sentence = f"has '{cell}' in row 2 of column 'a', which is no number: remove separators of thousands$"
+    refused(sentence, text, folder)
+    refused(sentence, text, folder, decimal=",")
+    assert imported("mine", text, folder, categories="a").x.sum() == 2
+
+
+def test_labels_and_clients_have_decimal_commas_too(folder, source):
+    refused("fractions in the label column 'label', such as 0.5: .*, unlike in row 1",
+            source("label;a\n0,5;1,5\n1,5;2\n"), folder)  # fmt: skip
+    found = imported("mine", source("label;a;ward\n10,0;1,5;2,0\n9,0;2;10\n"), folder, client="ward")
+    assert (found.labels, found.client_names) == ((9, 10), ("2", "10"))
+    found = imported("names", source("label;a\n1,0;1,5\nx,y;2\n"), folder)
+    assert found.labels == ("1,0", "x,y")
+
+
 # Encodings.
 
 
@@ -154,6 +173,49 @@ def test_what_does_not_fit_the_given_encoding_is_refused(folder, source):
 def test_unknown_encodings_are_refused(folder, source, encoding):
     refused("--encoding is '.*', which Python does not know: give a name such as utf-8", source(TABLE), folder,
             encoding=encoding)  # fmt: skip
+
+
+def test_an_encoding_that_cannot_read_the_file_is_refused(folder, source):
+    refused("cannot be read as a CSV file in punycode .*: give its encoding", source("label,a\nä-b,1\n"), folder,
+            encoding="punycode")  # fmt: skip
+
+
+@pytest.mark.parametrize("end", [-1, -3, -5])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_a_file_that_ends_within_a_character_names_the_row(folder, source, encoding, end):
+    (path := source("")).write_bytes("label,a\nx,1\ny,22\n".encode(encoding)[:end])
+    refused(r"a character that is not in row 2 of column 'a'", path, folder, encoding=encoding)
+
+
+def test_a_bad_character_of_utf_16_names_the_row(folder, source):
+    (path := source("")).write_bytes("label,a\nx,1\n?,2\n".encode("utf-16-le").replace(b"?\0", b"\0\xdc"))
+    refused("in utf-16-le .*a character that is not in row 2 of column 'label'", path, folder, encoding="utf-16-le")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le", "utf-16-be", "utf-32-le", "gb18030"])
+def test_a_mark_before_a_quote_is_skipped(folder, source, encoding):
+    text = source('\ufeff"label, one",a\nä,1\nö,2\n', encoding)
+    assert imported("mine", text, folder, encoding=encoding, label="label, one").labels == ("ä", "ö")
+
+
+@pytest.mark.parametrize("before", [0, 5000])
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        ('x,"2\ny,3\n', "a quote in row {} that is not closed: close it"),
+        ('x,"2"5\ny,3\n', "characters after a closing quote in row {}: put the whole cell into quotes"),
+        ('x,"2\ny,3\nz,"4"\n', "characters after a closing quote in row {}: put the whole cell into quotes"),
+        (f"x,{'2' * 131073}\n", "a cell of more than 131,072 characters in row {}: close its quote"),
+        (f'x,"{"y,3 " * 50000}\n', "a cell of more than 131,072 characters in row {}: close its quote"),
+    ],
+)
+def test_a_broken_record_is_named_by_the_row_where_it_begins(folder, source, before, record, sentence):
+    text = source("label,a\n" + 'x,"1\n"\n' * before + record)
+    refused(f"table.csv has {sentence.format(before + 1)}", text, folder)
+
+
+def test_a_quote_in_the_names_that_is_not_closed_is_refused(folder, source):
+    refused("has a quote in the line of column names that is not closed", source('label,"a\nx,1\n'), folder, label="x")
 
 
 TEXTS = st.text(st.sampled_from("ab ,;|\t\"'\né"), max_size=5)

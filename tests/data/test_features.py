@@ -1,6 +1,4 @@
-"""Categories, missing values and dates in tables, from each kind of source."""
-
-import datetime
+"""Categories and missing values in tables, from each kind of source."""
 
 import datasets
 import numpy as np
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 from importer_cases import arrow, imported, refused
 
 from fedobp.data import import_dataset, tables
-from fedobp.data.cells import is_date
 from fedobp.errors import FedobpError
 
 datasets.disable_progress_bars()
@@ -189,9 +186,32 @@ def test_columns_and_tables_without_values_are_refused(folder, source):
     text = source("label,a,b\n0,,1\n1,,\n")
     for rules in ({}, {"categories": "a"}):
         refused("has no value in column 'a', .*: leave it out with --drop a", text, folder, missing="impute", **rules)
-    refused("a missing value in every row, from row 1 to the last: leave out columns", text, folder, missing="drop")
+    refused("has no value in column 'a', .*: leave it out with --drop a", text, folder, missing="drop")
     refused("in row 1 of column 'a': .* or leave the column out with --drop a", text, folder)
     assert imported("mine", text, folder, missing="impute", drop=["a"]).x.tolist() == [[1, 0], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ("0,,1,A 1,2,,A", "a missing value in every row, .*--drop, or choose --missing impute$"),
+        ("0,,1,A ,2,3,A", "a missing value in every row, .*: fill some in, or leave out columns with --drop$"),
+        ("0,,1,A 1,2,3,", "a missing value in every row, .*: fill some in, or leave out columns with --drop$"),
+        (",1,1,A ,2,3,A", "has no label in column 'label', from row 1 to the last: name another column with --label"),
+        ("0,1,1, 1,2,3,", "has no client in column 'ward', from row 1 to the last: name another .* with --client"),
+    ],
+)
+def test_a_table_without_complete_rows_names_what_helps(folder, source, rows, sentence):
+    text = "label,a,b,ward\n" + rows.replace(" ", "\n") + "\n"
+    refused(sentence, source(text), folder, client="ward", missing="drop")
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [("label,a,a_missing\n0,,1\n1,2,0\n", "a_missing"), ("label,a=x,a\n0,1,x\n1,2,y\n", "a=x")]
+)
+def test_two_features_of_one_name_are_refused(folder, source, text, name):
+    sentence = rf"makes two features called '{name}', from columns '.*' and '.*': rename one of these columns"
+    refused(sentence, source(text), folder, missing="impute")
 
 
 def test_chunks_of_missing_cells_fit_numbers_and_names(folder, source, monkeypatch):
@@ -243,6 +263,18 @@ def test_the_training_split_shrinks_with_its_dropped_rows(folder, tmp_path):
     assert imported("other", tmp_path / "saved", folder, missing="impute").n_train == 3
 
 
+@pytest.mark.parametrize(("empty", "n_train"), [("test", 2), ("train", None), ("validation", 2)])
+def test_empty_splits_are_skipped(folder, tmp_path, empty, n_train):
+    whole = datasets.Dataset.from_dict({"a": [1.0, 2.0], "label": [0, 1]})
+    splits = {"train": whole, "test": whole} | {empty: datasets.Dataset.from_dict({"a": [], "label": []})}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    found = imported("mine", tmp_path / "saved", folder)
+    assert (found.x[:2].tolist(), found.n_train) == ([[1], [2]], n_train or 0)
+    datasets.DatasetDict({name: whole.select([]) for name in splits}).save_to_disk(tmp_path / "none")
+    with pytest.raises(FedobpError, match="none has no rows: there is nothing to import"):
+        import_dataset("other", tmp_path / "none", folder)
+
+
 # Columns that are left out, and flags.
 
 
@@ -290,30 +322,3 @@ def test_flags_of_other_sources_are_refused(folder, tmp_path, suffix, rules, sen
 def test_a_saved_dataset_is_no_csv_file(folder, tmp_path):
     datasets.Dataset.from_dict({"a": [1, 2], "label": [0, 1]}).save_to_disk(tmp_path / "saved")
     refused("saved is no CSV file: leave out --encoding", tmp_path / "saved", folder, encoding="utf-8")
-
-
-# Dates.
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["2020-01-02", "2020-1-2", "2020/01/02 10:30", "2020-01-02T10:30:00Z", "1899.12.31", "2020-01", "20200102T103000Z",
-     "2.1.2020", "02/01/20", "1-2-2020 10:30", "10:30", "10:30:00.5", "7:05 pm",
-     "2 Jan 2020", "Jan 2, 2020", "January 2020", "2-Jan-20", "Sept. 3 1999", "2nd March 2020"],
-)  # fmt: skip
-def test_dates_are_recognised(folder, source, text):
-    path = source(f'label,when\n0,"{text}"\n1,"{text}"\n')
-    refused(r"in row 1 of column 'when', which is no number but a date or a time: turn .*--drop when", path, folder)
-
-
-@pytest.mark.parametrize(
-    "text", ["20-29", "2020-13", "1.2.3", "v2020-01-02", "Jan", "May", "mar12", "10-20", "12:345", "1/2", "3000-01-02"]
-)
-def test_other_texts_are_no_dates(text):
-    assert not is_date(text)
-
-
-def test_labels_and_clients_may_be_dates(folder, tmp_path):
-    days = [datetime.date(2020, 1, 2), datetime.date(2020, 1, 1)]
-    found = imported("mine", arrow(tmp_path / "t.parquet", a=[1, 2], label=[0, 1], day=days), folder, client="day")
-    assert (found.clients.tolist(), found.client_names) == ([1, 0], ("2020-01-01", "2020-01-02"))

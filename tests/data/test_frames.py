@@ -80,6 +80,14 @@ def test_truth_with_a_gap(dtype):
     assert frame_arrays(frame, "label", missing="impute")["x"].tolist() == [[1, 0], [1, 1], [1, 0], [0, 0]]
 
 
+def test_intervals_are_categories_as_in_a_csv_file(tmp_path):
+    frame = pandas.DataFrame({"a": pandas.cut([1, 9, 2, np.nan], [0, 5, 10]), "label": [0, 1, 0, 1]})
+    found = frame_arrays(frame, "label", missing="impute")["x"].tolist()
+    assert found == [[1, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0, 1]]
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    assert import_dataset("mine", tmp_path / "t.csv", tmp_path / "data", missing="impute").x.tolist() == found
+
+
 DAY = datetime.datetime(2020, 1, 2)
 DATES = {
     "datetime64": pandas.to_datetime([None, "2020-01-02"]),
@@ -136,6 +144,12 @@ def test_column_names_that_are_numbers(tmp_path):
     assert (found["x"].tolist(), found["y"].tolist()) == ([[0, 1, 1, 0], [1, 0, 0, 1]], [7, 8])
 
 
+@pytest.mark.parametrize("rule", ["drop", "categories"])
+def test_a_single_column_that_is_no_text_is_refused(rule):
+    with pytest.raises(FedobpError, match=f"^{rule} is 0: give the names of columns as a text or a list"):
+        frame_arrays(pandas.DataFrame({0: [1, 2], 1: [3, 4], "label": [0, 1]}), "label", **{rule: 0})
+
+
 @pytest.mark.parametrize(
     ("frame", "sentence"),
     [
@@ -145,7 +159,8 @@ def test_column_names_that_are_numbers(tmp_path):
         ({"a": [[1], [2]], "label": [0, 1]}, r"has '\[1\]' in row 1 of column 'a', which is no number: turn"),
         ({"a": [1, {2}], "label": [0, 1]}, r"has '\{2\}' in row 2 of column 'a', which is no number: turn"),
         ({"a": [1j, 2j], "label": [0, 1]}, "in row 1 of column 'a', which is no number: turn"),
-        ({"a": [10**400, 1], "label": [0, 1]}, "in row 1 of column 'a', which is no number: turn"),
+        ({"a": [1, 10**400], "label": [0, 1]}, "has '10.*0' in row 2 of column 'a', which is infinite or too large"),
+        ({"a": [1, "2", -(10**5000)], "label": [0, 1, 0]}, "in row 3 of column 'a', which is infinite or too large"),
         ({"a": [1, np.inf], "label": [0, 1]}, "has 'inf' in row 2 of column 'a', which is infinite"),
         ({"a": [1, 2], "label": [0.5, 1]}, "fractions in the label column 'label', such as 0.5: .*, unlike in row 1"),
         ({1: [1, 2], "1": [1, 2], "label": [0, 1]}, "the DataFrame has two columns called '1'"),

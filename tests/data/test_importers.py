@@ -114,7 +114,7 @@ BAD_TABLES = {
     "a regression": ("label,a\n0.5,1\n2,1\n", "fractions in the label column 'label', such as 0.5: labels must be"),
     "one class": ("label,a\nyes,1\nyes,2\n", "'mine' has only the label yes: there is nothing to learn"),
     "too many cells": ("label,a\n0,1,2\n", "has 3 cells in row 1 and 2 columns: put texts with commas into quotes"),
-    "an open quote": ('label,a\n0,"1\n', "cannot be read as a CSV file"),
+    "an open quote": ('label,a\n0,"1\n', "has a quote in row 1 that is not closed"),
 }
 
 
@@ -272,6 +272,15 @@ def test_other_sources_are_refused(folder, tmp_path, name):
 @pytest.mark.parametrize("name", ["absent.csv", "absent.parquet", "absent.npz", "absent"])
 def test_a_source_that_is_not_there_is_refused(folder, tmp_path, name):
     refused(f"there is no file or folder .*{name}: give the path", tmp_path / name, folder)
+
+
+RULES = ["label", "client", "missing", "separator", "decimal", "encoding", "drop", "categories"]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("value", [0, 2, 1.5])
+def test_arguments_that_are_no_texts_are_refused(folder, source, rule, value):
+    refused(f"^{rule} is {value}.*: give", source("label,a\n0,1\n1,2\n"), folder, **{rule: value})
 
 
 def test_a_name_that_is_taken_is_refused_before_anything_is_read(folder, tmp_path, source):

@@ -30,6 +30,23 @@ def test_images_are_labelled_by_their_folders_and_come_in_the_order_of_names(fol
     assert (found.y.tolist(), found.labels, found.clients) == ([0, 1, 1], ("cat", "dog"), None)
 
 
+@pytest.mark.parametrize("stray", ["stray.png", "stray.JPG", "train/stray.png", "test/stray.bmp"])
+def test_an_image_beside_the_folders_of_classes_is_refused(folder, tmp_path, stray):
+    inner = ("train/a", "train/b", "test/a") if "/" in stray else ("a", "b")
+    for name in inner:
+        picture(tmp_path / "pets" / name / "x.png", GREY)
+    (tmp_path / "pets" / stray).write_bytes(b"")
+    refused(f"{stray} is beside the folders of classes: move it into one of them, or remove it", tmp_path / "pets",
+            folder)  # fmt: skip
+
+
+def test_an_image_beside_the_folders_of_splits_is_refused(folder, tmp_path):
+    for name in ("train/a/x.png", "train/b/x.png", "test/a/x.png", "stray.png"):
+        picture(tmp_path / "pets" / name, GREY)
+    refused("stray.png is beside the folders of splits: move it into one of their classes, or remove it",
+            tmp_path / "pets", folder)  # fmt: skip
+
+
 def test_colour_images_have_three_channels(folder, tmp_path):
     for name, shift in (("0", 0), ("1", 5)):
         picture(tmp_path / "pets" / name / "x.png", COLOUR + shift)

@@ -21,17 +21,41 @@ WHOLE = re.compile(r"-?(0|[1-9]\d{0,17})(\.0+)?")
 _NUMBER = re.compile(r"[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf|infinity)", re.IGNORECASE)
 DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?", re.ASCII)
+POINT_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(\.\d{3})+(,\d+)?", re.ASCII)  # where commas are the decimal points
 
-_MONTH = r"(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
-_DATE = re.compile(
-    r"[12]\d{3}([-/.])(0?[1-9]|1[0-2])\1(0?[1-9]|[12]\d|3[01])([t ].*)?"  # 2020-01-02 10:30
-    r"|(19|20)\d\d[-/](0[1-9]|1[0-2])"  # 2020-01
-    r"|\d{8}t\d{4,6}z?"  # 20200102T1030
-    r"|\d{1,2}([-/.])\d{1,2}\7(\d{4}|\d\d)([t ,].*)?"  # 2.1.2020, 1/2/20 10:30
-    r"|\d{1,2}:\d\d(:\d\d(\.\d+)?)?( ?[ap]m)?"  # 10:30:00
-    rf"|(\d{{1,2}}(st|nd|rd|th)?[ -])?{_MONTH}[ -](\d{{1,2}}(st|nd|rd|th)?,? )?(\d{{4}}|\d\d)([t ,].*)?",  # 2 Jan 2020
-    re.ASCII | re.IGNORECASE,
+# Dates, times and durations as texts. Each number is in its range, so that 25:61 and 2020-13 are names.
+_YEAR, _M, _D = r"(?!0000)\d{4}", r"(0?[1-9]|1[0-2])", r"(0?[1-9]|[12]\d|3[01])"
+_RECENT = r"(19|20)\d\d"  # beside a month only: 5-1000 is a range
+_YEAR_2 = rf"({_YEAR}|\d\d)"
+_DAY = rf"{_D}(st|nd|rd|th)?"
+_MONTH = (
+    r"(jan(uary)?|feb(ruary)?|mar(ch)?|apr(il)?|may|june?|july?|aug(ust)?|sept?(ember)?|oct(ober)?|nov(ember)?"
+    r"|dec(ember)?)\.?"
 )
+_WEEKDAY = r"((mon|tue(s)?|wed(nes)?|thu(rs)?|fri|sat(ur)?|sun)(day)?\.?,? +)?"
+_TIME = r"([01]?\d|2[0-3]):[0-5]\d(:([0-5]\d|60)([.,]\d+)?)?( ?[ap]m)?( ?(z|utc|gmt|[+-]\d\d(:?\d\d)?))?"
+_REST = r"([t ,].*)?"  # a time in any form
+_NUMERIC = [
+    form.replace("~", mark)
+    for mark in ("-", "/", r"\.")
+    for form in (rf"{_YEAR}~{_M}~{_D}{_REST}", rf"({_D}~{_M}|{_M}~{_D})~{_YEAR_2}{_REST}")
+]
+_DATE = re.compile(
+    "|".join([
+        *_NUMERIC,  # 2020-01-02 10:30, 2.1.2020, 1/2/20
+        rf"{_RECENT}[-/]{_M}|{_M}[-/]{_RECENT}",  # 2020-01, 01/2020
+        rf"{_RECENT}(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])t\d{{4,6}}z?",  # 20200102T1030
+        rf"{_RECENT}[- ]?q[1-4]|q[1-4][-/ ]?{_RECENT}",  # 2020Q1, Q1 2020
+        rf"{_RECENT}-?w(0[1-9]|[1-4]\d|5[0-3])(-?[1-7])?",  # 2020-W05
+        rf"{_WEEKDAY}{_DAY}[-/. ]*{_MONTH}[-/, ]*{_YEAR_2}{_REST}",  # 2 Jan 2020, 02Jan2020, Thu, 02 Jan 2020 10:00 GMT
+        rf"{_WEEKDAY}{_MONTH}[-/ ]+{_DAY}[-/, ]+({_TIME} )?{_YEAR_2}{_REST}",  # Jan 2, 2020
+        rf"{_YEAR}[-/. ]?{_MONTH}[-/. ]?{_DAY}{_REST}",  # 2020-Jan-02
+        rf"{_MONTH}([-/ ]{_YEAR_2}|{_YEAR})|{_YEAR}[-/ ]?{_MONTH}",  # January 2020, Jan-20, 2020-Jan
+        _TIME,  # 10:30:00Z
+        rf"[+-]?\d+ days?([ ,]+[+-]?{_TIME})?",  # 0 days 10:30:00
+    ]),
+    re.ASCII | re.IGNORECASE,
+)  # fmt: skip
 _NUMBER_TYPES = (int, float, Decimal, np.integer, np.floating, np.bool_)  # bool is an int
 
 

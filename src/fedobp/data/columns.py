@@ -16,6 +16,7 @@ from fedobp.data.cells import TYPED_MISSING, is_missing, is_number
 from fedobp.data.features import (
     ANY_CATEGORIES,
     CATEGORIES,
+    DATES,
     UNKNOWN,
     Cells,
     EncodedColumn,
@@ -23,6 +24,7 @@ from fedobp.data.features import (
     FeatureColumn,
     flag,
     numbers_or_texts,
+    with_points,
 )  # fmt: skip
 from fedobp.data.free_memory import memory_guard, require_free_memory
 from fedobp.data.images import ImageArray
@@ -50,6 +52,9 @@ class TableRules:
     def __post_init__(self) -> None:
         if self.missing not in MISSING_POLICIES:
             raise unknown("value of --missing", self.missing, MISSING_POLICIES)
+        for key, listed in (("drop", self.drop), ("categories", self.categories)):
+            if not isinstance(listed, Iterable):
+                raise FedobpError(f"{key} is {short(listed)}: give the names of columns as a text or a list")
 
 
 @dataclass(frozen=True)
@@ -133,15 +138,17 @@ class Columns:
         chunks: Iterable[Chunk],
         *,
         categorical: Iterable[str] = (),
+        temporal: Iterable[str] = (),
         images: ImageArray | None = None,
         n_train: int | None = None,
     ) -> tuple[Arrays, TableSummary]:
         """Return a dataset's arrays from chunks of rows, and what became of the columns.
 
-        `categorical` columns have a type that says so. With `images`, the only feature is a column of images. The first
-        `n_train` rows are the training split.
+        `categorical` and `temporal` columns have a type that says so. With `images`, the only feature is a column of
+        images. The first `n_train` rows are the training split.
         """
-        kinds = dict.fromkeys(categorical, CATEGORIES) | dict.fromkeys(self._categories, ANY_CATEGORIES)
+        kinds = dict.fromkeys(categorical, CATEGORIES) | dict.fromkeys(temporal, DATES)
+        kinds |= dict.fromkeys(self._categories, ANY_CATEGORIES)
         features = [
             FeatureColumn(self.where, name, self._missing_texts, kinds.get(name, UNKNOWN), self._decimal)
             for name in ([] if images else self.features)
@@ -164,11 +171,9 @@ class Columns:
         if self.rules.missing == "drop":
             kept = np.logical_and.reduce([complete, *(texts != "" for texts in named.values())])
             if not kept.any():
-                raise FedobpError(
-                    f"{self.where} has a missing value in every row, from row 1 to the last: leave out columns with "
-                    "--drop, or choose --missing impute"
-                )
+                raise self._nothing_kept(features, named)
         encoded = [column.encode(kept) for column in features]
+        self._check_feature_names(encoded)
         arrays: Arrays = {"x": images.of_rows(complete, kept) if images else self._inputs(encoded)}
         for key, name in zip(("y", "client"), self.named, strict=False):
             arrays[key] = numbers_or_texts(named[name][kept])
@@ -176,6 +181,35 @@ class Columns:
             arrays["n_train"] = np.array(kept[:n_train].sum())
         inputs = tuple(column.feature for column in encoded)
         return arrays, TableSummary(len(kept), int((~kept).sum()), tuple(self.dropped), inputs)
+
+    def _nothing_kept(self, features: Sequence[FeatureColumn], named: Mapping[str, NDArray[Any]]) -> FedobpError:
+        """Return the user error for a table whose rows all have a missing cell."""
+        for (option, name), texts in zip((("--label", "label"), ("--client", "client")), named.values(), strict=False):
+            if not (texts != "").any():
+                column = short(self.rules.label if name == "label" else self.rules.client)
+                return FedobpError(
+                    f"{self.where} has no {name} in column '{column}', from row 1 to the last: name another column "
+                    f"with {option}"
+                )
+        for feature in features:
+            if feature.missing.all():
+                return feature.no_value()
+        imputable = features and all((texts != "").all() for texts in named.values())
+        return FedobpError(
+            f"{self.where} has a missing value in every row, from row 1 to the last: fill some in, or leave out "
+            f"columns with --drop{', or choose --missing impute' if imputable else ''}"
+        )
+
+    def _check_feature_names(self, encoded: Sequence[EncodedColumn]) -> None:
+        owners: dict[str, str] = {}
+        for feature in (column.feature for column in encoded):
+            for name in feature.names:
+                if name in owners:
+                    raise FedobpError(
+                        f"{self.where} makes two features called '{short(name)}', from columns "
+                        f"'{short(owners[name])}' and '{short(feature.column)}': rename one of these columns"
+                    )
+                owners[name] = feature.column
 
     def _add_features(self, features: Sequence[FeatureColumn], chunk: Chunk, row: int) -> NDArray[np.bool_]:
         """Add a chunk's cells to the features; return the rows with a missing cell."""
@@ -229,6 +263,10 @@ class Columns:
                 f"{self.where} has no {what} in row {at + 1} of column '{short(column)}'{_quoted(cells[at])}: fill it "
                 "in, or remove the row, as --missing drop does"
             )
+        if self._decimal == ",":
+            pointed = with_points(cells)
+            if all(missing or is_number(cell) for cell, missing in zip(pointed, gone, strict=True)):
+                cells = pointed
         listed = ["" if missing else str(cell).strip() for cell, missing in zip(cells, gone, strict=True)]
         with memory_guard(
             f"the {what}s of {self.where}", 4 * len(listed) * max(map(len, listed))

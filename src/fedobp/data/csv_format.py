@@ -16,6 +16,8 @@ from fedobp.errors import FedobpError, short
 
 _HEAD_BYTES, _HEAD_ROWS = 1 << 20, 20  # what is looked at
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+_MARK = "\ufeff"  # the byte order mark as a character
+_ESCAPE, _ESCAPED = "fedobp.escape", "\udc80"  # what replaces undecodable bytes, of any encoding; no file can hold it
 _MARKS = {  # UTF-32's mark begins with that of UTF-16
     codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
@@ -36,8 +38,39 @@ class CsvFormat:
         return _SEPARATORS.get(self.separator, f"'{short(self.separator)}'")
 
     def rows(self, lines: TextIO, *, strict: bool = True) -> Iterator[list[str]]:
-        """Return the rows of a file that is open as text; empty lines are skipped."""
-        return filter(None, csv.reader(lines, delimiter=self.separator, skipinitialspace=True, strict=strict))
+        """Return the rows of a file that is open as text; empty lines are skipped.
+
+        The csv module's error becomes one that says in which row the failing record begins, and what to do.
+        """
+        done = 0
+        try:
+            for row in filter(None, csv.reader(lines, delimiter=self.separator, skipinitialspace=True, strict=strict)):
+                yield row
+                done += 1
+        except csv.Error as error:
+            raise csv.Error(_csv_problem(f"row {done}" if done else "the line of column names", str(error))) from error
+
+
+def _csv_problem(place: str, reason: str) -> str:
+    if "unexpected end" in reason:
+        return f"has a quote in {place} that is not closed: close it, or write a quote within a text twice"
+    if "expected after" in reason:
+        return (
+            f"has characters after a closing quote in {place}: put the whole cell into quotes, and write a quote "
+            "within it twice"
+        )
+    if "field larger" in reason:
+        return (
+            f"has a cell of more than {csv.field_size_limit():,} characters in {place}: close its quote if one is "
+            "open, or remove the column"
+        )
+    return f"cannot be read as a CSV file from {place} on ({reason}): save it again"
+
+
+def skip_mark(text: TextIO) -> None:
+    """Move a file that was just opened behind its byte order mark; not every encoding skips it."""
+    if text.read(1) != _MARK:
+        text.seek(0)
 
 
 def csv_format(path: Path, rules: TableRules) -> CsvFormat:
@@ -46,7 +79,10 @@ def csv_format(path: Path, rules: TableRules) -> CsvFormat:
         head = file.read(_HEAD_BYTES)
         whole = not file.read(1)
     encoding = _encoding(head, rules.encoding)
-    text = head.decode(encoding, errors="replace")
+    try:
+        text = head.decode(encoding, errors="replace").removeprefix(_MARK)
+    except UnicodeError as error:  # some encodings, such as punycode, cannot replace
+        raise undecodable(path, CsvFormat(encoding, ",", ".")) from error
     if "\0" in text:
         raise FedobpError(
             f"{short(path, 200)} has NUL characters in its first lines: give its encoding, such as --encoding utf-16-le"
@@ -66,7 +102,7 @@ def undecodable(path: Path, found: CsvFormat) -> FedobpError:
     place = ""
     with (
         suppress(csv.Error, UnicodeError),
-        path.open(encoding=found.encoding, errors="surrogateescape", newline="") as f,
+        path.open(encoding=found.encoding, errors=_ESCAPE, newline="") as f,
     ):
         rows = found.rows(f, strict=False)
         names = next(rows, [])
@@ -84,7 +120,16 @@ def undecodable(path: Path, found: CsvFormat) -> FedobpError:
 
 def _has_escapes(text: str) -> bool:
     """Return whether a text holds bytes that could not be decoded."""
-    return any("\udc80" <= character <= "\udcff" for character in text)
+    return _ESCAPED in text
+
+
+def _escape(error: UnicodeError) -> tuple[str, int]:
+    if isinstance(error, UnicodeDecodeError):
+        return _ESCAPED, error.end
+    raise error
+
+
+codecs.register_error(_ESCAPE, _escape)
 
 
 def _encoding(head: bytes, given: str | None) -> str:

@@ -8,12 +8,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedobp.data.cells import DECIMAL_COMMA, THOUSANDS, WHOLE, is_date, is_missing, is_number, may_be_number
+from fedobp.data.cells import (
+    DECIMAL_COMMA,
+    POINT_THOUSANDS,
+    THOUSANDS,
+    WHOLE,
+    is_date,
+    is_missing,
+    is_number,
+    may_be_number,
+)  # fmt: skip
 from fedobp.errors import FedobpError, short
 
 # What is known of a column before it is read: nothing, its type, or that the user accepts any number of categories.
-UNKNOWN, CATEGORIES, ANY_CATEGORIES = "unknown", "categories", "any categories"
+UNKNOWN, CATEGORIES, DATES, ANY_CATEGORIES = "unknown", "categories", "dates", "any categories"
 MAX_CATEGORIES = 100
+_LARGEST = int(np.finfo(np.float32).max)
 _FEW_CATEGORIES = 20  # more than these, and more than half of the rows, are ids or free text
 
 Cells = Sequence[Any] | NDArray[Any]
@@ -86,10 +96,7 @@ class FeatureColumn:
         """Return the column of the kept rows."""
         missing = self.missing[kept]
         if missing.all():
-            raise FedobpError(
-                f"{self._where} has no value in column '{short(self.name)}', from row 1 to the last: leave it out with "
-                f"{flag('--drop', self.name)}"
-            )
+            raise self.no_value()
         if not self._codes:
             return self._encode_numbers(np.concatenate(self._pieces)[kept], missing)
         # A piece of floats has missing cells only: the column's other pieces hold codes.
@@ -99,6 +106,13 @@ class FeatureColumn:
             truth = np.char.lower(texts) == "true"
             return self._encode_numbers(np.where(missing, np.float32(np.nan), truth[codes].astype(np.float32)), missing)
         return self._encode_categories(codes, texts, missing)
+
+    def no_value(self) -> FedobpError:
+        """Return the user error for a column whose cells are all missing."""
+        return FedobpError(
+            f"{self._where} has no value in column '{short(self.name)}', from row 1 to the last: leave it out with "
+            f"{flag('--drop', self.name)}"
+        )
 
     def _encode_numbers(self, values: NDArray[np.float32], missing: NDArray[np.bool_]) -> EncodedColumn:
         count = int(missing.sum())
@@ -166,7 +180,7 @@ class FeatureColumn:
         return codes
 
     def _check_category(self, row: int, cell: Any) -> None:
-        if self._known == UNKNOWN:
+        if self._known in (UNKNOWN, DATES):
             self._check_text(row, cell)
         elif not (may_be_number(type(cell)) or is_date(cell)):
             raise FedobpError(f"{self._at(row, cell)}, which is neither a number nor a text: {self._remedy}")
@@ -175,18 +189,19 @@ class FeatureColumn:
 
     def _check_text(self, row: int, cell: Any) -> None:
         """Raise a user error if a cell that is no number cannot be a category."""
-        if is_date(cell):
+        if self._known == DATES or is_date(cell):
             raise FedobpError(
                 f"{self._at(row, cell)}, which is no number but a date or a time: turn it into a number, such as the "
-                f"days since a fixed day, or leave the column out with {flag('--drop', self.name)}"
+                f"days since a fixed day, leave the column out with {flag('--drop', self.name)}, or keep the texts as "
+                f"categories with {flag('--categories', self.name)}"
             )
         if not isinstance(cell, str):
             raise FedobpError(f"{self._at(row, cell)}, which is no number: {self._remedy}")
-        if DECIMAL_COMMA.fullmatch(cell.strip()) or THOUSANDS.fullmatch(cell.strip()):
-            raise FedobpError(
-                f"{self._at(row, cell)}, which is no number: remove separators of thousands, or give --decimal , if "
-                "commas are the decimal points"
-            )
+        text = cell.strip()
+        if any(pattern.fullmatch(text) for pattern in (DECIMAL_COMMA, THOUSANDS, POINT_THOUSANDS)):
+            commas = self._decimal == "," or POINT_THOUSANDS.fullmatch(text)
+            remedy = "" if commas else ", or give --decimal , if commas are the decimal points"
+            raise FedobpError(f"{self._at(row, cell)}, which is no number: remove separators of thousands{remedy}")
 
     def _check_not_mixed(self) -> None:
         if self._first_text is None or self._first_number is None:
@@ -199,17 +214,16 @@ class FeatureColumn:
 
     def _with_points(self, cells: Cells, row: int) -> Cells:
         """Return texts like 3,5 as 3.5; a number with a decimal point is a user error, because 1.234 may be 1234."""
-        found = [
-            cell.replace(",", ".") if isinstance(cell, str) and DECIMAL_COMMA.fullmatch(cell.strip()) else cell
-            for cell in cells
-        ]
         for at, cell in enumerate(cells, row):
-            if isinstance(cell, str) and "." in cell and is_number(cell):
-                raise FedobpError(
-                    f"{self._at(at, cell)}, although commas are the decimal points: write it with a comma, or give "
-                    "--decimal . if they are not"
-                )
-        return found
+            if isinstance(cell, str) and "." in cell:
+                if is_number(cell):
+                    raise FedobpError(
+                        f"{self._at(at, cell)}, although commas are the decimal points: write it with a comma, or give "
+                        "--decimal . if they are not"
+                    )
+                if POINT_THOUSANDS.fullmatch(cell.strip()):
+                    self._check_text(at, cell)
+        return with_points(cells)
 
     def _too_many(self, count: int) -> FedobpError:
         row, cell = self._first_text or (1, "")
@@ -233,6 +247,14 @@ def flag(name: str, column: str) -> str:
     return f"{name} {shlex.quote(short(column))}"
 
 
+def with_points(cells: Cells) -> list[Any]:
+    """Return cells with texts like 3,5 as 3.5."""
+    return [
+        cell.replace(",", ".") if isinstance(cell, str) and DECIMAL_COMMA.fullmatch(cell.strip()) else cell
+        for cell in cells
+    ]
+
+
 def numbers_or_texts(names: NDArray[Any]) -> NDArray[Any]:
     """Return names as integers if all of them are whole numbers, so that they sort by value."""
     found, at = np.unique(names, return_inverse=True)
@@ -243,11 +265,15 @@ def numbers_or_texts(names: NDArray[Any]) -> NDArray[Any]:
 
 def _as_floats(cells: Cells) -> NDArray[np.float32] | None:
     """Return cells as float32; None if some are no numbers. NumPy would skip underscores and accept dates."""
-    if not all(map(may_be_number, set(map(type, cells)))) or "_" in "".join(map(str, cells)):
+    if not all(map(may_be_number, set(map(type, cells)))) or any(
+        "_" in cell for cell in cells if isinstance(cell, str)
+    ):
         return None
     try:
         return np.asarray(cells, np.float32)
-    except (ValueError, TypeError, OverflowError):
+    except OverflowError:  # an integer that no float holds
+        return _as_floats([np.inf if isinstance(cell, int) and abs(cell) > _LARGEST else cell for cell in cells])
+    except (ValueError, TypeError):
         return None
 
 

@@ -79,6 +79,7 @@ def _split_folders(folder: Path) -> tuple[list[Path], list[Path]]:
             f"{short(others[0], 200)} is beside {short((training + test)[0].name)}: move it into a folder for training "
             "or testing, or remove it"
         )
+    _refuse_images(folder, "splits: move it into one of their classes")
     if not training:
         raise FedobpError(f"{short(folder, 200)} has test images only: put the others into a folder train beside them")
     return sorted(training, key=lambda path: _TRAINING.index(found[path])), test
@@ -90,10 +91,21 @@ def _subfolders(folder: Path) -> list[Path]:
 
 def _classes(folder: Path) -> list[Path]:
     if classes := _subfolders(folder):
+        _refuse_images(folder, "classes: move it into one of them")
         return classes
     raise FedobpError(
         f"{short(folder, 200)} holds no folders: put the images of each class into a folder with the class's name"
     )
+
+
+def _refuse_images(folder: Path, beside: str) -> None:
+    """Raise a user error for an image, as its name tells, beside folders; others, such as a README, are ignored."""
+    from PIL import Image
+
+    readable = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+    for path in sorted(folder.iterdir()):
+        if path.suffix.lower() in readable and not path.name.startswith(".") and not path.is_dir():
+            raise FedobpError(f"{short(path, 200)} is beside the folders of {beside}, or remove it")
 
 
 def _files(class_folder: Path) -> list[Path]:

@@ -50,6 +50,13 @@ def import_dataset(
     rows and columns.
     """
     new_dataset_path(name, folder)
+    texts = {
+        "label": label, "client": client, "missing": missing, "separator": separator, "decimal": decimal,
+        "encoding": encoding,
+    }  # fmt: skip
+    for key, value in texts.items():
+        if not isinstance(value, str | None):
+            raise FedobpError(f"{key} is {short(value)}, which is no text: give a text, such as '{short(value)}'")
     rules = TableRules(label or "label", client, missing, drop, categories, separator, decimal, encoding)
     with memory_guard(f"importing {short(source, 200)}"):
         try:

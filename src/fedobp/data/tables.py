@@ -5,6 +5,7 @@ If a column holds images, as in Hugging Face datasets, they are the inputs, and 
 
 import csv
 import io
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from fedobp.data.cells import CSV_MISSING
 from fedobp.data.columns import Arrays, Chunk, Columns, TableRules, TableSummary
-from fedobp.data.csv_format import CsvFormat, csv_format, undecodable
+from fedobp.data.csv_format import CsvFormat, csv_format, skip_mark, undecodable
 from fedobp.data.features import Cells, flag
 from fedobp.data.images import ImageArray
 from fedobp.data.registry import REGISTRY
@@ -33,9 +34,10 @@ def read_csv(path: Path, rules: TableRules, progress: Progress) -> tuple[Arrays,
     """Read a CSV file with column names in the first line."""
     found = csv_format(path, rules)
     try:
-        with path.open("rb") as raw:
-            rows = found.rows(io.TextIOWrapper(raw, encoding=found.encoding, newline=""))
-            names = [name.lstrip("\ufeff").strip() for name in next(rows, [])]
+        with path.open("rb") as raw, io.TextIOWrapper(raw, encoding=found.encoding, newline="") as text:
+            skip_mark(text)
+            rows = found.rows(text)
+            names = [name.strip() for name in next(rows, [])]
             if not names:
                 raise FedobpError(f"{short(path, 200)} is empty: there is nothing to import")
             if "" in names:
@@ -49,11 +51,13 @@ def read_csv(path: Path, rules: TableRules, progress: Progress) -> tuple[Arrays,
                 columns, names, rows, found, lambda: progress(f"reading {path.name}", raw.tell() / size)
             )
             return columns.to_arrays(chunks)
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         raise undecodable(path, found) from error
-    except (OSError, csv.Error) as error:
+    except csv.Error as error:
+        raise FedobpError(f"{short(path, 200)} {error}") from error
+    except OSError as error:
         raise FedobpError(
-            f"{short(path, 200)} cannot be read as a CSV file ({first_line(error)}): save it again, in UTF-8"
+            f"{short(path, 200)} cannot be read as a CSV file ({first_line(error)}): make all of it readable"
         ) from error
 
 
@@ -93,14 +97,22 @@ def frame_arrays(
     chunk = {name: frame[names[name]] for name in [*columns.named, *columns.features]}
     categorical = [name for name, column in chunk.items() if hasattr(column.dtype, "categories")]
     cells = {name: _frame_cells(column) for name, column in chunk.items()}
-    arrays, _ = columns.to_arrays([cells], categorical=categorical)
+    temporal = [name for name, column in chunk.items() if _is_period(column)]
+    arrays, _ = columns.to_arrays([cells], categorical=categorical, temporal=temporal)
     return arrays
 
 
 def _frame_cells(column: Any) -> NDArray[Any]:
-    """Return a column's cells, dates and durations as Python objects."""
+    """Return a column's cells, dates and durations as Python objects; categories of any type are texts, as in a CSV."""
+    if hasattr(column.dtype, "categories") or _is_period(column):
+        column = column.astype(object).map(str, na_action="ignore")
     cells: NDArray[Any] = column.to_numpy()
     return cells.astype(f"{cells.dtype.kind}8[us]").astype(object) if cells.dtype.kind in "mM" else cells
+
+
+def _is_period(column: Any) -> bool:
+    """Return whether a column of a DataFrame has pandas' type for periods; pandas need not be there."""
+    return type(column.dtype).__name__ == "PeriodDtype"
 
 
 def read_parquet(path: Path, rules: TableRules, progress: Progress) -> tuple[Arrays, TableSummary]:
@@ -125,8 +137,9 @@ def read_huggingface(name: str, path: Path, rules: TableRules, progress: Progres
         if not file.is_dir():
             regular(file)
     with _arrow_errors(path, "a Hugging Face dataset", "save it again with save_to_disk"):
-        loaded = datasets.load_from_disk(str(path))
-        splits = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"": loaded}
+        splits = _saved_splits(path)
+        if not splits:
+            raise FedobpError(f"{short(path, 200)} has no rows: there is nothing to import")
         ordered = sorted(splits, key=lambda split: split != "train")
         first = splits[ordered[0]]
         for split in ordered:
@@ -145,6 +158,19 @@ def read_huggingface(name: str, path: Path, rules: TableRules, progress: Progres
         n_train = len(splits["train"]) if "train" in splits else None
         rows = sum(map(len, splits.values()))
         return _read_arrow(path, first.features.arrow_schema, rows, tables, rules, progress, classes, n_train)
+
+
+def _saved_splits(path: Path) -> dict[str, Any]:
+    """Return the splits that have rows; `datasets` saves an empty split without a file, and then cannot load it."""
+    import datasets
+
+    folders = {"": path}
+    if not (path / "state.json").is_file():
+        folders = {name: path / name for name in json.loads((path / "dataset_dict.json").read_text())["splits"]}
+    states = {name: json.loads((folder / "state.json").read_text()) for name, folder in folders.items()}
+    saved = [name for name, state in states.items() if state["_data_files"]]
+    loaded = {name: datasets.load_from_disk(str(folders[name])) for name in saved}
+    return {name: rows for name, rows in loaded.items() if len(rows)}
 
 
 @contextmanager
@@ -206,13 +232,27 @@ def _read_arrow(
             progress(f"reading {path.name}", done / rows)
 
     categorical = [name for name in columns.features if types.is_dictionary(arrow_types[name])]
+    temporal = [name for name in columns.features if _is_temporal(schema.field(name))]
     images = ImageArray(rows) if image_columns else None
-    return columns.to_arrays(chunks(), categorical=[*categorical, *classes], images=images, n_train=n_train)
+    return columns.to_arrays(
+        chunks(), categorical=[*categorical, *classes], temporal=temporal, images=images, n_train=n_train
+    )
 
 
 def _storage_type(arrow_type: Any) -> Any:
     """Return the storage type of an Arrow type: Hugging Face's array types are stored as lists."""
     return getattr(arrow_type, "storage_type", arrow_type)
+
+
+def _is_temporal(field: Any) -> bool:
+    """Return whether a column's type is one for dates, times, durations or pandas' periods."""
+    from pyarrow import types
+
+    # Without pandas, pyarrow knows the type of periods by the field's metadata only.
+    name = (
+        getattr(field.type, "extension_name", "") or (field.metadata or {}).get(b"ARROW:extension:name", b"").decode()
+    )
+    return bool(types.is_temporal(field.type)) or name == "pandas.period"
 
 
 def _holds_images(arrow_type: Any) -> bool:
