@@ -92,7 +92,6 @@ def test_seeds_of_a_comparison_share_the_files_partition(command):
         ({"alpha": None}, "does not say its alpha"),
         ({"partition_options": 3}, "does not say its partition_options"),
         ({"clients": 7}, "does not have the content that its json file names"),
-        ({"partition": "dirichle"}, "did you mean 'dirichlet'"),
     ],
 )
 def test_settings_of_a_file_are_checked_like_any_others(command, change, sentence):

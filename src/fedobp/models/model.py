@@ -118,7 +118,7 @@ class Model:
         again = self._build(seed=0)
         if again is module:
             raise FedobpError(f"model '{self.name}' returns the same module twice: return a new one in every call")
-        if not all(map(torch.equal, _tensors(module).values(), _tensors(again).values())):
+        if not all(map(torch.equal, module.parameters(), again.parameters())):
             raise FedobpError(
                 f"model '{self.name}' has other weights in every call: draw them with torch, whose generator is seeded"
             )
@@ -126,7 +126,7 @@ class Model:
             x = self.zeros(2)
             x = x if self.vocabulary else torch.linspace(-1, 1, x.numel()).view_as(x)
             with torch.no_grad(), attributing_errors("model", self.name, self.build):
-                trained, used = again.train()(x), again.eval()(x)
+                trained, used = again.train()(x.clone()), again.eval()(x.clone())  # a module may change its inputs
             if not torch.equal(trained, used):
                 raise FedobpError(
                     f"model '{self.name}' computes something else in evaluation than in training (`self.training`), "

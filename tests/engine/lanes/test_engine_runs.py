@@ -219,7 +219,7 @@ WIDE = {"clients": 6, "rounds": 2, "participation": 0.7, "epochs": 2, "model": "
 def test_a_batch_larger_than_any_client_holds_all_samples_of_a_client(method, tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(
-        "fedobp.launch.Lanes", lambda model, batch, *rest: made.append(batch) or Lanes(model, batch, *rest)
+        "fedobp.grouping.Lanes", lambda model, batch, *rest: made.append(batch) or Lanes(model, batch, *rest)
     )
     federation = Federation(Config(**WIDE))
     largest = max(federation.data.size(client, "train") for client in range(6))
