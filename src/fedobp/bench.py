@@ -235,15 +235,12 @@ class _Session:
         dataset = dataset or source(config)
         self._random = not describe(config.dataset, data_dir(config.data_dir)).available
         config, self._method = resolve(config, dataset)
-        if reason := vectorises(model_for(config, dataset)):
-            raise FedobpError(
-                f"model '{label(config.model)}' cannot be run for many clients at once ({reason}), and the benchmark "
-                "compares both engines: choose another --model"
-            )
+        self._model = model_for(config, dataset)
+        if problem := vectorises(self._model):
+            raise FedobpError(f"{problem}, and the benchmark compares both engines: choose another --model")
         self._dataset, self._shards = assign(config, dataset)
         self._device, dtype = torch.device(config.device), dtype_of(config.precision)
         self._data = FederatedData(self._dataset, self._shards, self._device, dtype, config.normalize)
-        self._model = model_for(config, dataset)
         self._asked = config.batch_size
         self._config = config = replace(config, batch_size=batch_size_for(config, [self._data]))
         # Each run's cohorts are its own; the partition stays the first one's.

@@ -211,7 +211,7 @@ class Config:
 
 
 def settings() -> list[Field[Any]]:
-    """Return the fields of `Config` that are plain settings: all but the method's and the partition's options."""
+    """Return the fields of `Config` that are plain settings: all but the tables of options."""
     return [spec for spec in fields(Config) if spec.name not in TABLES]
 
 

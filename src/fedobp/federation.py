@@ -82,9 +82,8 @@ class Federation:
     ) -> None:
         config = with_dataset(Config() if config is None else config, dataset)
         if dataset is None:
-            shared = beside is not None and not beside.source.in_memory
-            shared = shared and beside is not None and source_key(beside.config) == source_key(config)
-            dataset = beside.source if beside and shared else read(config)
+            is_read = beside and not beside.source.in_memory and source_key(beside.config) == source_key(config)
+            dataset = beside.source if beside and is_read else read(config)
         self._build(dataset, *resolve(config, dataset), beside)
 
     @classmethod
@@ -113,8 +112,7 @@ class Federation:
     def _assigned(self, beside: "Federation | None") -> tuple[FederatedData, str]:
         """Return the clients' data and the hash of their partition."""
         config = self.config
-        shares = beside is not None and beside.source is self.source
-        shares = shares and beside is not None and samples_key(beside.config) == samples_key(config)
+        shares = beside and beside.source is self.source and samples_key(beside.config) == samples_key(config)
         if beside is not None and shares and _partition_key(beside.config) == _partition_key(config):
             return beside.data, beside.partition
         dataset, shards = assign(config, self.source)

@@ -25,7 +25,7 @@ def declared(group: str) -> dict[str, list[EntryPoint]]:
 
 
 def load_entry_point(
-    kind: str, name: str, found: list[EntryPoint], problem: Callable[[Any], str | None], *, built_in: bool
+    kind: str, name: str, found: list[EntryPoint], problem: Callable[[Any], str | None], *, built_in: bool = False
 ) -> Any:
     """Return what an entry point names; one that cannot be loaded is a user error.
 

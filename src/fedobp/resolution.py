@@ -29,7 +29,7 @@ from fedobp.evaluation import make_protocol
 from fedobp.method import Method
 from fedobp.models import Model, network, network_options
 from fedobp.options import Options
-from fedobp.plugins import is_ours, label
+from fedobp.plugins import is_ours
 
 
 def check_names(config: Config) -> None:
@@ -180,18 +180,12 @@ def _engine(config: Config, dataset: Dataset) -> Any:
     """Return the engine: lanes, unless none is asked for and the network of the user cannot be vectorised."""
     if config.engine == "serial" or is_ours(network(config.model)):
         return config.engine
-    reason = vectorises(model_for(config, dataset))
-    if reason is None:
+    problem = vectorises(model_for(config, dataset))
+    if problem is None:
         return "lanes"
     if config.engine == "lanes":
-        raise FedobpError(
-            f"model '{label(config.model)}' cannot be run for many clients at once ({reason}): use --engine serial, or "
-            "another --model"
-        )
-    _warn_once(
-        f"model '{label(config.model)}' cannot be run for many clients at once ({reason}): clients train one after "
-        "another, with --engine serial"
-    )
+        raise FedobpError(f"{problem}: use --engine serial, or another --model")
+    _warn_once(f"{problem}: clients train one after another, with --engine serial")
     return "serial"
 
 

@@ -77,12 +77,8 @@ def _frame(data: Any, label: Any, client: Any, columns: Mapping[str, Any], other
         if value is not None:
             raise FedobpError(f"`{key}` is not for a DataFrame: give arrays or shards instead, or leave it out")
     for key, value in (("label", label), ("client", client)):
-        if not isinstance(value, str | None):
+        if hasattr(value, "__len__") and not isinstance(value, str):
             raise FedobpError(f"`{key}` must be the name of a column of the DataFrame, not a {type(value).__name__}")
-    for key in ("drop", "categories"):
-        value = columns.get(key, ())
-        if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(one, str) for one in value):
-            raise FedobpError(f"`{key}` must be a list of the names of columns")
     from fedobp.data.tables import frame_arrays
 
     return frame_arrays(data, label, client, **columns)

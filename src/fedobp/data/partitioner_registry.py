@@ -32,7 +32,7 @@ def partitioner(given: GivenPartitioner) -> type[Partitioner]:
     found = declared("fedobp.partitions")
     if given not in found:
         raise unknown("partition", given, partitioner_names())
-    return _made(load_entry_point("partition", given, found[given], _problem, built_in=given in PARTITIONERS), given)
+    return _made(load_entry_point("partition", given, found[given], _problem), given)
 
 
 def partitioner_names() -> list[str]:

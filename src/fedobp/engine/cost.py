@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedobp.engine.probe import vectorises
 from fedobp.engine.stack import Forward
-from fedobp.errors import FedobpError
 from fedobp.models import Model, sample_losses
 
 
@@ -22,10 +20,6 @@ class Cost(NamedTuple):
 
 def cost(model: Model, forward: Forward, batch: int, dtype: torch.dtype) -> Cost:
     """Measure one step of one lane on zeros."""
-    if reason := vectorises(model):
-        raise FedobpError(
-            f"model '{model.name}' cannot be run for many clients at once ({reason}): use --engine serial"
-        )
     tensors = {
         name: torch.zeros(1, *shape, dtype=dtype, requires_grad=True)
         for name, shape in zip(model.layout.names, model.layout.shapes, strict=True)

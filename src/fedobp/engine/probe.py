@@ -12,7 +12,7 @@ from fedobp.models import Model
 
 
 def vectorises(model: Model) -> str | None:
-    """Return why a model cannot be run for many clients at once; None: it can.
+    """Return that and why a model cannot be run for many clients at once, without a full stop; None: it can.
 
     It takes the steps that the lanes engine would take, of two lanes on two zeros each. A sequence of common layers is
     not tried, because each layer has a batched form.
@@ -37,5 +37,6 @@ def vectorises(model: Model) -> str | None:
             logits = stacked(model, Grouped)(tensors, inputs())
             torch.autograd.grad(logits.sum(), list(tensors.values()), allow_unused=True)
     except Exception as error:  # whatever the module's code raises
-        return short(described(error).partition(". ")[0].rstrip("."), 240)
+        reason = short(described(error).partition(". ")[0].rstrip("."), 240)
+        return f"model '{model.name}' cannot be run for many clients at once ({reason})"
     return None

@@ -74,7 +74,8 @@ class Ranking(NamedTuple):
 
 def score(names: Sequence[MetricName], answers: Answers) -> dict[MetricName, Counted]:
     """Return what one client's answers come to for each metric."""
-    return {name: _METRICS[name].count(answers) for name in names}
+    made = {count: count(answers) for count in dict.fromkeys(_METRICS[name].count for name in names)}  # some share one
+    return {name: made[_METRICS[name].count] for name in names}
 
 
 def merge_scores(counted: Sequence[Mapping[MetricName, Counted]], samples: Sequence[int]) -> Metrics:

@@ -41,7 +41,7 @@ def network(given: str | Network) -> Network:
     found = declared("fedobp.models")
     if given not in found:
         raise unknown("model", given, network_names())
-    return _checked(given, load_entry_point("model", given, found[given], _problem, built_in=given in NETS))
+    return _checked(given, load_entry_point("model", given, found[given], _problem))
 
 
 def network_names() -> list[str]:
