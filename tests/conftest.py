@@ -66,6 +66,23 @@ def command(capsys, monkeypatch, tmp_path):
 
 
 @pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Install a module with entry points of one group, as pip would."""
+
+    def installed(package, code, group, entry_points):
+        (tmp_path / f"{package}.py").write_text(code)
+        about = tmp_path / f"{package}-1.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        lines = "".join(f"{name} = {value}\n" for name, value in entry_points.items())
+        (about / "entry_points.txt").write_text(f"[{group}]\n{lines}")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, package, raising=False)
+
+    return installed
+
+
+@pytest.fixture
 def start():
     """Start processes; what is left of them is ended with the test."""
     with children() as call:

@@ -16,17 +16,11 @@ PAGE = Path(__file__).parent.parent / "docs/methods/your-own.md"
 
 
 @pytest.fixture
-def install(tmp_path, monkeypatch):
-    """Install a module with an entry point, as pip would."""
+def install(install):
+    """Install a module with a method."""
 
     def installed(code, value, name="fedmedian", package="fedmedian"):
-        (tmp_path / f"{package}.py").write_text(code)
-        about = tmp_path / f"{package}-1.0.dist-info"
-        about.mkdir()
-        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        (about / "entry_points.txt").write_text(f"[fedobp.methods]\n{name} = {value}\n")
-        monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.delitem(sys.modules, package, raising=False)
+        install(package, code, "fedobp.methods", {name: value})
 
     return installed
 

@@ -14,12 +14,8 @@ def test_models_lists_networks_and_options(command):
     assert "resnet18-bn" in text
 
 
-def test_a_broken_package_is_named_and_all_other_networks_are_listed(command, tmp_path, monkeypatch):
-    about = tmp_path / "broken-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[fedobp.models]\nbroken = nowhere:net\n")
-    monkeypatch.syspath_prepend(tmp_path)
+def test_a_broken_package_is_named_and_all_other_networks_are_listed(command, install):
+    install("broken", "", "fedobp.models", {"broken": "nowhere:net"})
     said = command("models", "--json")
     assert said.code == 2
     assert [one["model"] for one in said.json["failed"]] == ["broken"]

@@ -1,6 +1,5 @@
 """Partitions of one's own: functions, classes, references and entry points."""
 
-import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -46,17 +45,10 @@ class Halves(Partitioner):
 
 
 @pytest.fixture
-def module(tmp_path, monkeypatch):
-    (tmp_path / "mypartitions.py").write_text(CODE)
-    about = tmp_path / "mypartitions-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mypartitions\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(
-        "[fedobp.partitions]\nin-turn = mypartitions:in_turn\niid = mypartitions:in_turn\n"
-        "three = mypartitions:not_a_function\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "mypartitions", raising=False)
+def module(install):
+    found = {"in-turn": "in_turn", "iid": "in_turn", "three": "not_a_function"}
+    values = {name: f"mypartitions:{value}" for name, value in found.items()}
+    install("mypartitions", CODE, "fedobp.partitions", values)
 
 
 def test_a_function_assigns_samples():

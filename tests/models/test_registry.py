@@ -40,14 +40,8 @@ def wide(shape, classes, *, width: int = 8):
 
 
 @pytest.fixture
-def module(tmp_path, monkeypatch):
-    (tmp_path / "mynets.py").write_text(CODE)
-    about = tmp_path / "mynets-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mynets\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[fedobp.models]\nwide = mynets:wide\nmodule = mynets:a_module\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "mynets", raising=False)
+def module(install):
+    install("mynets", CODE, "fedobp.models", {"wide": "mynets:wide", "module": "mynets:a_module"})
 
 
 def test_a_function_a_reference_and_an_entry_point_are_one_network(module):

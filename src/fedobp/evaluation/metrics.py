@@ -32,7 +32,7 @@ class Accuracy:
 
 
 class ClientCounts(NamedTuple):
-    """What one client's predictions come to: a node sends these numbers, and no sample."""
+    """The counts of one client's predictions: a node sends these numbers, and no sample."""
 
     correct: Tensor  # [classes]: test samples of each label that were predicted right
     tested: Tensor  # [classes]: test samples of each label

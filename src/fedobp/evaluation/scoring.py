@@ -20,7 +20,7 @@ BINS = 15  # of the expected calibration error: equal widths, each with its uppe
 _AT_ONCE = 1 << 22  # logits that are converted to float64 at once
 
 Matrix = list[list[int]]  # rows are true labels, columns predicted ones
-Counted = Any  # what one client's answers come to: a sum, or a `Ranking`
+Counted = Any  # the counts of one client: a sum, or a `Ranking`
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Ranking(NamedTuple):
 
 
 def score(names: Sequence[MetricName], answers: Answers) -> dict[MetricName, Counted]:
-    """Return what one client's answers come to for each metric."""
+    """Return the counts of one client's answers for each metric."""
     made = {count: count(answers) for count in dict.fromkeys(_METRICS[name].count for name in names)}  # some share one
     return {name: made[_METRICS[name].count] for name in names}
 
@@ -150,7 +150,7 @@ def _ranking(answers: Answers) -> Ranking:
     return Ranking(_area(probabilities, answers.targets), probabilities, answers.targets)
 
 
-# What the counts of one or more clients come to.
+# The value of a metric, from the counts of one or more clients.
 
 
 def _loss(counted: Sequence[float], samples: int) -> float:

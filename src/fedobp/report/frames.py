@@ -27,7 +27,7 @@ def flat(values: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
 
 
 def numbers_of(values: Mapping[str, Any], separator: str = ".") -> dict[str, float]:
-    """Return the numbers that a round or a result consists of; what says which one it is, is left out."""
+    """Return the numbers of a round or a result, without those that identify it."""
     told = {name: value for name, value in values.items() if name not in (*_FIRST, "round", "rounds", "protocol")}
     return {name: value for name, value in flat(told, separator).items() if isinstance(value, int | float)}
 
