@@ -59,7 +59,7 @@ def load_reference(kind: str, text: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:  # a console script does not look there
         sys.path.insert(0, here)
-    with _loading(f"the {kind} '{short(text)}'"):
+    with _loading(f"the {kind} '{short(text)}' (of an installed package, or of a file in this folder)"):
         return attrgetter(path)(import_module(module))
 
 
