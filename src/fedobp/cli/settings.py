@@ -32,7 +32,7 @@ Track = Annotated[
     typer.Option(
         "--track",
         metavar="NAME",
-        help="Also write for tensorboard, wandb or mlflow, into the run folder and without a network.",
+        help="Also write for tensorboard, wandb or mlflow, offline, into the run folder.",
     ),
 ]
 ConfigFile = Annotated[
