@@ -79,7 +79,7 @@ class Bench:
     def reset(self) -> None:
         """Start at the first batch."""
         self.buf.step.zero_()
-        refresh(self.config, self.buf, self.lanes, self.samples)
+        refresh(self.config, self.buf, self.lanes, self.samples)()
 
     def launches(self, tiles: Tiles) -> Launches:
         """Return a step's launches."""

@@ -137,7 +137,7 @@ def compile_step(config, tiles, lanes):
     samples = Samples(torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
     for launch in launches(config, buf, tiles, lanes, lanes > EXACT, samples).values():
         launch()
-    refresh(config, buf, lanes, samples)
+    refresh(config, buf, lanes, samples)()
 
 
 def main():

@@ -19,7 +19,15 @@ from fedobp.engine.im2col import PatchConv2d, at_most_one_grad, merge_vmap_axis
 from fedobp.engine.kernels import backward
 from fedobp.engine.kernels.param_layout import B1, B2, BF, SUMS1, TAPS2
 from fedobp.engine.kernels.shapes import Shapes
-from fedobp.engine.kernels.step import TAIL, KernelPrecision, StepConfig, convolutions, operand_dtype, splits_of
+from fedobp.engine.kernels.step import (
+    TAIL,
+    KernelPrecision,
+    StepConfig,
+    convolutions,
+    gradients,
+    operand_dtype,
+    splits_of,
+)
 from fedobp.engine.kernels.tiles import Tiles
 from fedobp.errors import FedobpError
 
@@ -76,9 +84,8 @@ class Convolutions(torch.autograd.Function):
             x=storage, count=unused, step=unused, spread=spread, flipped=flipped, theta=biases,
             pooled1=pooled1, arg1=arg1, pooled2=pooled2, arg2=arg2,
         )  # fmt: skip
-        launch = convolutions(step, buf, tiles, lanes, padded=False)
-        launch["conv1"]()
-        launch["conv2"]()
+        for launch in convolutions(step, buf, tiles, lanes, padded=False).values():
+            launch()
         return pooled2, image, pooled1, arg1, arg2, taps
 
     @staticmethod
@@ -131,9 +138,8 @@ class _Gradients(torch.autograd.Function):
             x=storage, count=unused, awake=unused, taps=taps, pooled1=pooled1, arg1=arg1,
             d1=torch.empty_like(pooled1), d2=d2, sums1=sums1, sums2=sums2,
         )  # fmt: skip
-        launch = convolutions(step, buf, tiles, lanes, padded=False)
-        launch["conv2_inputs"]()
-        launch["weights_backward"]()
+        for launch in gradients(step, buf, tiles, lanes, padded=False).values():
+            launch()
         first = sums1.sum(dim=1)
         both = first[:, : 160 * 64].view(lanes, 5, 8, 4, 32, 2)[:, :, :, : shapes.channels]
         w1 = (both[:, :, :5, ..., 0] + both[:, :, 1:6, ..., 1]).permute(0, 4, 3, 1, 2)

@@ -217,7 +217,7 @@ class Fused:
             target[:lanes] = values
             target[lanes:].zero_()
         # One lane more: windows at the end of the last image read pixels of the next lane, with weight 0.
-        refresh(cached.config, buf, min(graph_lanes(lanes) + 1, buf.lanes), cached.samples)
+        refresh(cached.config, buf, min(graph_lanes(lanes) + 1, buf.lanes), cached.samples)()
 
     def _scale(self, data: FederatedData) -> Tensor:
         """Return (shift, scale), padded to four channels: an input is (x - shift) * scale."""

@@ -1,6 +1,5 @@
 """One step of many lanes: its buffers, and its kernel launches in order."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fedobp.engine.kernels import backward, forward
+from fedobp.engine.kernels.launches import Launch
 from fedobp.engine.kernels.param_layout import HIDDEN, SPREAD1, SUMS1, TAPS2
 from fedobp.engine.kernels.sgd import DRIFT, MASK, MOMENTUM, PULL
 from fedobp.engine.kernels.shapes import Shapes
@@ -15,7 +15,7 @@ from fedobp.engine.kernels.tiles import Tiles
 from fedobp.method import Part
 
 KernelPrecision = Literal["bf16", "tf32", "fp32"]
-Launches = dict[str, Callable[[], object]]
+Launches = dict[str, Launch]
 TAIL = 64  # zeros after the last image: kernels read 8 pixels where they use 6
 
 
@@ -104,41 +104,52 @@ class Samples(NamedTuple):
 
 
 def convolutions(config: StepConfig, buf: Any, tiles: Tiles, lanes: int, padded: bool) -> Launches:
-    """Return the launches of both convolutions, forward and backward, by name; `buf` holds their tensors."""
-    shapes, base = config.shapes, config.base
+    """Return the launches of both convolutions by name; `buf` holds their tensors."""
+    shapes, base, product = config.shapes, config.base, dot_precision(config.precision)
     batch, side, pooled1, pooled2 = shapes.batch, shapes.side, shapes.pooled1, shapes.pooled2
-    splits1, splits2 = splits_of(shapes, tiles)
-    product = dot_precision(config.precision)
+    size = buf.theta.shape[1]
 
-    def conv1() -> None:
-        rows, several, warps, stages = tiles.conv1
-        forward.conv1[-(-batch * pooled1**2 // (rows * several)), lanes](
-            buf.x, buf.count, buf.step, buf.spread, buf.theta, buf.pooled1, buf.arg1,
-            buf.theta.shape[1], batch, side, pooled1, rows, several, base, padded, product,
-            num_warps=warps, num_stages=stages)  # fmt: skip
+    rows, several, *options = tiles.conv1
+    conv1 = Launch(
+        forward.conv1, (-(-batch * pooled1**2 // (rows * several)), lanes),
+        (buf.x, buf.count, buf.step, buf.spread, buf.theta, buf.pooled1, buf.arg1,
+         size, batch, side, pooled1, rows, several, base, padded, product),
+        *options)  # fmt: skip
 
-    def conv2() -> None:
-        rows, _, warps, stages = tiles.conv2
-        forward.conv2[-(-batch * pooled2**2 // rows), lanes](
-            buf.pooled1, buf.count, buf.flipped, buf.theta, buf.pooled2, buf.arg2,
-            buf.theta.shape[1], batch, pooled1, pooled2, rows, base, padded, product,
-            num_warps=warps, num_stages=stages)  # fmt: skip
+    rows, _, *options = tiles.conv2
+    conv2 = Launch(
+        forward.conv2, (-(-batch * pooled2**2 // rows), lanes),
+        (buf.pooled1, buf.count, buf.flipped, buf.theta, buf.pooled2, buf.arg2,
+         size, batch, pooled1, pooled2, rows, base, padded, product),
+        *options)  # fmt: skip
 
-    def conv2_inputs() -> None:
-        rows, block, warps, stages = tiles.conv2_inputs
-        backward.conv2_inputs[-(-(batch * (pooled1 // block) ** 2) // rows), lanes](
-            buf.d2, buf.taps, buf.d1, buf.count,
-            batch, pooled1, pooled2, block, rows, padded, product,
-            num_warps=warps, num_stages=stages)  # fmt: skip
+    return {"conv1": conv1, "conv2": conv2}
 
-    def weights_backward() -> None:
-        rows1, rows2, warps, stages = tiles.weights_backward
-        backward.weights_backward[splits1 + 5 * splits2, lanes](
-            buf.x, buf.count, buf.awake, buf.pooled1, buf.d1, buf.d2, buf.arg1, buf.sums1, buf.sums2,
-            batch, side, pooled1, pooled2, splits1, rows1, splits2, rows2, padded, product,
-            num_warps=warps, num_stages=stages)  # fmt: skip
 
-    return {"conv1": conv1, "conv2": conv2, "conv2_inputs": conv2_inputs, "weights_backward": weights_backward}
+def gradients(config: StepConfig, buf: Any, tiles: Tiles, lanes: int, padded: bool) -> Launches:
+    """Return the launches of both convolutions' backward pass by name; `buf` holds their tensors."""
+    shapes, product, (splits1, splits2) = (
+        config.shapes,
+        dot_precision(config.precision),
+        splits_of(config.shapes, tiles),
+    )
+    batch, side, pooled1, pooled2 = shapes.batch, shapes.side, shapes.pooled1, shapes.pooled2
+
+    rows, block, *options = tiles.conv2_inputs
+    conv2_inputs = Launch(
+        backward.conv2_inputs, (-(-(batch * (pooled1 // block) ** 2) // rows), lanes),
+        (buf.d2, buf.taps, buf.d1, buf.count,
+         batch, pooled1, pooled2, block, rows, padded, product),
+        *options)  # fmt: skip
+
+    rows1, rows2, *options = tiles.weights_backward
+    weights_backward = Launch(
+        backward.weights_backward, (splits1 + 5 * splits2, lanes),
+        (buf.x, buf.count, buf.awake, buf.pooled1, buf.d1, buf.d2, buf.arg1, buf.sums1, buf.sums2,
+         batch, side, pooled1, pooled2, splits1, rows1, splits2, rows2, padded, product),
+        *options)  # fmt: skip
+
+    return {"conv2_inputs": conv2_inputs, "weights_backward": weights_backward}
 
 
 def launches(config: StepConfig, buf: Buffers, tiles: Tiles, lanes: int, padded: bool, samples: Samples) -> Launches:
@@ -146,58 +157,56 @@ def launches(config: StepConfig, buf: Buffers, tiles: Tiles, lanes: int, padded:
     shapes, learns, batch, pooled2 = config.shapes, config.part is not None, config.shapes.batch, config.shapes.pooled2
     features, outputs, classes, size = shapes.features, shapes.outputs, shapes.classes, shapes.size
     parts, product = HIDDEN.value // tiles.dense.size, dot_precision(config.precision)
-    layers = convolutions(config, buf, tiles, lanes, padded)
     rule = (buf.theta, buf.velocity, buf.anchor, buf.drift, buf.moving, buf.numbers)
-
-    def dense() -> None:
-        columns, depth, warps, stages = tiles.dense
-        forward.dense[parts, lanes](
-            buf.pooled2, buf.count, buf.theta, buf.hidden, buf.logits,
-            size, batch, features, outputs, columns, depth, learns, padded, product,
-            num_warps=warps, num_stages=stages)  # fmt: skip
-
-    def answer() -> None:
-        forward.answer[lanes,](
-            buf.logits, buf.count, buf.step, buf.predictions, buf.steps * batch,
-            batch, outputs, classes, parts)  # fmt: skip
-
-    def head() -> None:
-        columns, _, warps, stages = tiles.head
-        backward.head[HIDDEN.value // columns, lanes](
-            buf.hidden, buf.logits, buf.labels, buf.count, buf.loss, *rule, buf.dh,
-            size, batch, features, outputs, classes, parts, columns,
-            config.base, config.part != "base", config.rule, padded, product,
-            num_warps=warps, num_stages=stages)  # fmt: skip
-
-    def dense_backward() -> None:
-        columns, depth, warps, stages = tiles.dense_backward
-        backward.dense_backward[features // columns, lanes](
-            buf.pooled2, buf.arg2, buf.dh, buf.count, *rule, buf.d2, buf.bias2,
-            size, batch, features, pooled2, columns, depth, config.rule, padded, product,
-            num_warps=warps, num_stages=stages)  # fmt: skip
-
-    steps: Launches = {"conv1": layers["conv1"], "conv2": layers["conv2"], "dense": dense}
-    steps["head" if learns else "answer"] = head if learns else answer
-    if config.base:
-        steps["dense_backward"] = dense_backward
-        steps |= {name: layers[name] for name in ("conv2_inputs", "weights_backward")}
     splits = splits_of(shapes, tiles)
-    return steps | {"update": lambda: _update(config, buf, lanes, splits, config.base, padded, samples)}
+
+    columns, depth, *options = tiles.dense
+    dense = Launch(
+        forward.dense, (parts, lanes),
+        (buf.pooled2, buf.count, buf.theta, buf.hidden, buf.logits,
+         size, batch, features, outputs, columns, depth, learns, padded, product),
+        *options)  # fmt: skip
+    steps = {**convolutions(config, buf, tiles, lanes, padded), "dense": dense}
+
+    if learns:
+        columns, _, *options = tiles.head
+        steps["head"] = Launch(
+            backward.head, (HIDDEN.value // columns, lanes),
+            (buf.hidden, buf.logits, buf.labels, buf.count, buf.loss, *rule, buf.dh,
+             size, batch, features, outputs, classes, parts, columns,
+             config.base, config.part != "base", config.rule, padded, product),
+            *options)  # fmt: skip
+    else:
+        steps["answer"] = Launch(
+            forward.answer, (lanes,),
+            (buf.logits, buf.count, buf.step, buf.predictions, buf.steps * batch,
+             batch, outputs, classes, parts))  # fmt: skip
+
+    if config.base:
+        columns, depth, *options = tiles.dense_backward
+        steps["dense_backward"] = Launch(
+            backward.dense_backward, (features // columns, lanes),
+            (buf.pooled2, buf.arg2, buf.dh, buf.count, *rule, buf.d2, buf.bias2,
+             size, batch, features, pooled2, columns, depth, config.rule, padded, product),
+            *options)  # fmt: skip
+        steps |= gradients(config, buf, tiles, lanes, padded)
+    return steps | {"update": _update(config, buf, lanes, splits, config.base, padded, samples)}
 
 
-def refresh(config: StepConfig, buf: Buffers, lanes: int, samples: Samples) -> None:
-    """Copy the weights for the products, and load every lane's first batch."""
-    _update(config, buf, lanes, (0, 0), True, False, samples)
+def refresh(config: StepConfig, buf: Buffers, lanes: int, samples: Samples) -> Launch:
+    """Return the launch that copies the weights for the products, and loads every lane's first batch."""
+    return _update(config, buf, lanes, (0, 0), True, False, samples)
 
 
 def _update(
     config: StepConfig, buf: Buffers, lanes: int, splits: tuple[int, int], weights: bool, padded: bool, samples: Samples
-) -> None:
+) -> Launch:
     shapes = config.shapes
-    backward.update[backward.MOVERS.value * weights + shapes.batch, lanes](
-        buf.theta, buf.velocity, buf.anchor, buf.drift, buf.moving, buf.numbers,
-        buf.spread, buf.taps, buf.flipped, buf.sums1, buf.sums2, buf.bias2,
-        buf.order, buf.counts, samples.x, samples.y, buf.scale, buf.shift,
-        buf.step, buf.x, buf.count, buf.awake, buf.labels, buf.steps,
-        shapes.size, shapes.batch, shapes.side, shapes.channels, shapes.pooled2, *splits,
-        weights, config.rule, padded)  # fmt: skip
+    return Launch(
+        backward.update, (backward.MOVERS.value * weights + shapes.batch, lanes),
+        (buf.theta, buf.velocity, buf.anchor, buf.drift, buf.moving, buf.numbers,
+         buf.spread, buf.taps, buf.flipped, buf.sums1, buf.sums2, buf.bias2,
+         buf.order, buf.counts, samples.x, samples.y, buf.scale, buf.shift,
+         buf.step, buf.x, buf.count, buf.awake, buf.labels, buf.steps,
+         shapes.size, shapes.batch, shapes.side, shapes.channels, shapes.pooled2, *splits,
+         weights, config.rule, padded))  # fmt: skip

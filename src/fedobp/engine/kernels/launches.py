@@ -1,0 +1,55 @@
+"""A kernel's launch, and its compilation for a card that need not be there."""
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_TYPES = {
+    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int8: "*i8", torch.uint8: "*u8", torch.int32: "*i32",
+    torch.int64: "*i64",
+}  # fmt: skip
+
+
+class Launch(NamedTuple):
+    """A kernel with its grid, its arguments and the compiler's options: a call launches it."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    warps: int = 4
+    stages: int = 3
+
+    def __call__(self) -> Any:
+        """Launch the kernel; the first launch compiles it. Return the compiled kernel."""
+        return self.kernel[self.grid](*self.args, num_warps=self.warps, num_stages=self.stages)
+
+    @property
+    def variant(self) -> Hashable:
+        """What the compiler sees of it: launches of one variant share a compiled kernel."""
+        args = tuple(one.dtype if isinstance(one, Tensor) else one for one in self.args)
+        return self.kernel, args, self.warps, self.stages
+
+    def compiled_for(self, capability: tuple[int, int]) -> Any:
+        """Compile the kernel for a compute capability; no card is needed, and Triton caches the result."""
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        signature: dict[str, str] = {}
+        constants: dict[tuple[int], Any] = {}
+        hints: dict[tuple[int], Any] = {}
+        for index, (parameter, value) in enumerate(zip(self.kernel.params, self.args, strict=True)):
+            if parameter.is_constexpr:
+                signature[parameter.name], constants[index,] = "constexpr", value
+            elif isinstance(value, Tensor):
+                signature[parameter.name], hints[index,] = _TYPES[value.dtype], [["tt.divisibility", 16]]
+            else:
+                signature[parameter.name] = "i32"
+        major, minor = capability
+        return triton.compile(
+            ASTSource(self.kernel, signature, constants, hints),
+            target=GPUTarget("cuda", 10 * major + minor, 32),
+            options={"num_warps": self.warps, "num_stages": self.stages},
+        )
