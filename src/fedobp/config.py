@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from fedobp.errors import FedobpError, short, unknown
-from fedobp.options import LARGEST, MetricName, Option, Precision, broken_bound
+from fedobp.options import LARGEST, KernelMode, MetricName, Option, Precision, broken_bound
 from fedobp.toml import read_toml, toml_lines
 
 if TYPE_CHECKING:
@@ -149,6 +149,9 @@ class Config:
     device: DeviceName = _machine("auto", "Where to compute; auto takes CUDA where there is one")
     precision: Precision = _machine(
         None, "Arithmetic; tf32 and bf16 keep weights and sums in fp32 (default: bf16 for lanes on CUDA, else fp32)"
+    )
+    kernels: KernelMode = _machine(
+        "auto", "Fused CUDA kernels of the paper's CNN: on where all checks pass (auto), on or an error, or off"
     )
     lane_memory: float = _machine(0.0, "GiB that clients in training may take; 0: half of the machine's", low=0)
     store_memory: float = _machine(0.0, "GiB for clients' state, then a file; 0: a quarter of the machine's", low=0)

@@ -38,7 +38,7 @@ def engine_for(config: Config, model: Model, batch: int | None = None) -> Engine
     batch = config.batch_size if batch is None else batch
     if config.engine == "serial":
         return Serial(model, batch, config.precision)
-    return Lanes(model, batch, config.precision, memory_for(config, "lane"))
+    return Lanes(model, batch, config.precision, memory_for(config, "lane"), config.kernels)
 
 
 def samples_key(config: Config) -> tuple[object, ...]:
@@ -56,7 +56,7 @@ def _changes_inputs(config: Config) -> bool:
 
 def _launch_key(config: Config) -> tuple[object, ...]:
     """Return what runs of one launch must have in common."""
-    machine = (config.engine, config.precision, config.lane_memory, config.store_memory)
+    machine = (config.engine, config.precision, config.kernels, config.lane_memory, config.store_memory)
     return samples_key(config), config.model, config.model_options, config.batch_size, machine
 
 

@@ -89,6 +89,7 @@ def simulate(
         initial,
         evaluator,
         budget,
+        provenance=engine.provenance(data.x.device),
         global_gradient=partial(global_gradient, model, data, config.precision),
         out=out,
         partition=partition,

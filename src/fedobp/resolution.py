@@ -167,6 +167,8 @@ def _machine(config: Config) -> Config:
         raise FedobpError("--device cuda needs a CUDA card that torch can use, and there is none: use --device cpu")
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     engine = config.engine if config.engine != "auto" else "lanes"
+    if config.kernels == "on" and engine == "serial":
+        raise FedobpError("--kernels on needs the engine lanes: leave out --engine serial, or use --kernels auto")
     precision = config.precision
     if cast(str | None, precision) is None:
         fast = (device, engine) == ("cuda", "lanes")

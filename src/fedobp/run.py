@@ -42,6 +42,7 @@ class Run:
         evaluator: Evaluate,
         budget: Budget,
         *,
+        provenance: str = "",
         global_gradient: Callable[[Tensor], Tensor] | None = None,
         out: Path | None = None,
         partition: str = "",
@@ -62,7 +63,7 @@ class Run:
         self._launch, self._callbacks = launch, callbacks  # `launch`: all runs that train side by side, in order
         self._notes = tuple(notes)  # what its folder does not hold
         # Last: a run that starts has a folder.
-        self._folder = _open_folder(out, config, partition, launch, notes) if out else None
+        self._folder = _open_folder(out, config, partition, launch, notes, provenance) if out else None
 
     def plan(self, number: int) -> list[ClientJob]:
         """Return the jobs of a round, without downloads: a pure function of the round.
@@ -204,8 +205,9 @@ class Run:
 
 
 def _open_folder(
-    out: Path, config: Config, partition: str, launch: Sequence[Config], notes: Sequence[str]
+    out: Path, config: Config, partition: str, launch: Sequence[Config], notes: Sequence[str], provenance: str
 ) -> RunFolder:
     """Take a folder for a run, and write what runs there."""
     said = "".join(f"# {note}\n" for note in notes)
-    return RunFolder(out, f"# Partition {partition}\n{said}{side_by_side(launch)}{config.to_toml()}")
+    settings = f"# Partition {partition}\n{said}{side_by_side(launch)}{config.to_toml()}"
+    return RunFolder(out, settings, provenance)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from fedobp.progress import shown_by
+
 if TYPE_CHECKING:
     from fedobp.launch import Progress
 
@@ -27,7 +29,12 @@ def task_progress() -> Iterator[Callable[[str, float], None]]:
     columns = (bars.TextColumn("[bold]{task.description}"), bars.BarColumn(), bars.TimeElapsedColumn())
     with bars.Progress(*columns, console=Console(stderr=True)) as shown:
         task = shown.add_task("starting", total=1.0)
-        yield lambda what, share: shown.update(task, description=what, completed=share)
+
+        def advance(what: str, share: float) -> None:
+            shown.update(task, description=what, completed=share)
+
+        with shown_by(advance):
+            yield advance
         shown.update(task, description="done", completed=1.0)
 
 
@@ -63,4 +70,5 @@ def round_progress(runs: int, rounds: int) -> Iterator[Callable[[str, "Progress"
                 speed="" if speed is None else f"{speed:.1f} rounds/s",
             )
 
-        yield advance
+        with shown_by(lambda what, share: shown.update(task, description=f"{what} {share:.0%}")):
+            yield advance

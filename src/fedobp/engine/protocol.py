@@ -4,6 +4,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from fedobp.data import Split
@@ -69,6 +70,9 @@ class Engine(Protocol):
     """Runs the programs of clients."""
 
     counters: Counters  # of all that this engine has run
+
+    def provenance(self, device: torch.device) -> str:
+        """Return what the bytes of its results on a device depend on, beside configuration and versions."""
 
     def try_train(
         self, jobs: Sequence["PoolJob"], prepared: Prepared | None = None

@@ -37,6 +37,10 @@ class Serial:
         self.counters = Counters()
         self._modules: dict[tuple[torch.device, torch.dtype], nn.Module] = {}
 
+    def provenance(self, device: torch.device) -> str:
+        """Return nothing: its results depend on configuration and versions alone."""
+        return ""
+
     def try_train(
         self, jobs: Sequence[PoolJob], prepared: Prepared | None = None
     ) -> list[CohortUpdate | BaseException]:

@@ -82,17 +82,17 @@ def new_run_folder(label: str) -> Path:
     raise AssertionError("count is infinite")
 
 
-def provenance() -> str:
-    """Return a comment with the versions and the number of threads, on which results may depend."""
+def provenance(engine: str = "") -> str:
+    """Return a comment with what results may depend on: versions, the number of threads, and what the engine says."""
     versions = f"fedobp {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    return f"# Made by {versions}, {torch.get_num_threads()} threads\n"
+    return f"# Made by {versions}, {torch.get_num_threads()} threads{engine and f', {engine}'}\n"
 
 
 class RunFolder:
     """Writes one run's files into its folder."""
 
-    def __init__(self, folder: Path, config: str) -> None:
-        head = f"# Run again with: fedobp run --config config.toml\n{provenance()}"
+    def __init__(self, folder: Path, config: str, engine: str = "") -> None:
+        head = f"# Run again with: fedobp run --config config.toml\n{provenance(engine)}"
         self.path = claim(folder, "config.toml", head + config)
 
     def log(self, name: str, line: Mapping[str, Any]) -> None:

@@ -17,8 +17,11 @@ from torch.nn import functional
 
 from fedobp.engine.im2col import PatchConv2d, at_most_one_grad, merge_vmap_axis
 from fedobp.engine.kernels import backward
+from fedobp.engine.kernels.cards import Card
+from fedobp.engine.kernels.launches import Launch
 from fedobp.engine.kernels.param_layout import B1, B2, BF, SUMS1, TAPS2
 from fedobp.engine.kernels.shapes import Shapes
+from fedobp.engine.kernels.shared_memory import fitting_table
 from fedobp.engine.kernels.step import (
     TAIL,
     KernelPrecision,
@@ -40,6 +43,7 @@ class ConvConfig:
     channels: int
     precision: KernelPrecision
     tiles: tuple[Tiles, ...]
+    card: Card | None = None
 
     def step_config(self, batch: int) -> StepConfig:
         """Return the configuration for a batch size; the number of classes is not used."""
@@ -47,8 +51,8 @@ class ConvConfig:
 
     def tiles_of(self, lanes: int, batch: int) -> Tiles:
         """Return the tile shapes for a number of lanes; small batches have too few rows for any but the last."""
-        fitting = [tiles for tiles in self.tiles if batch >= 16 and lanes <= tiles.lanes]
-        return fitting[0] if fitting else self.tiles[-1]
+        tiles = fitting_table(self.tiles, self.step_config(batch).shapes, self.precision, self.card)
+        return next((one for one in tiles if batch >= 16 and lanes <= one.lanes), tiles[-1])
 
 
 class Convolutions(torch.autograd.Function):
@@ -130,7 +134,10 @@ class _Gradients(torch.autograd.Function):
         image_copy.copy_(image)
         d2 = image.new_zeros(lanes, batch, shapes.frame, shapes.frame, 64)
         gradient = gradient.to(low).contiguous()
-        backward.unpooled[-(-batch * shapes.pooled2**2 // 64), lanes](gradient, arg2, d2, batch, shapes.pooled2, 64)
+        rows = 64
+        Launch(
+            backward.unpooled, (-(-batch * shapes.pooled2**2 // rows), lanes),
+            (gradient, arg2, d2, batch, shapes.pooled2, rows))()  # fmt: skip
         unused = torch.empty(lanes, dtype=torch.int32, device=image.device)
         sums1 = image.new_empty(lanes, splits1, SUMS1.value, dtype=torch.float32)
         sums2 = image.new_empty(lanes, splits2, TAPS2.value, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Whether the fused kernels are used for a model, on a device, in a precision."""
+"""Whether the fused kernels are used for a model, on a device, in a precision; and why not."""
 
 import warnings
 from functools import cache
@@ -8,18 +8,24 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from fedobp.engine.kernels.cards import OLDEST, Card, card_of
+from fedobp.engine.kernels.tiles import Table, shipped_table, table_from_json
+from fedobp.errors import FedobpError
 from fedobp.models import Model
 from fedobp.models.networks import cnn
-from fedobp.options import Precision
+from fedobp.options import KernelMode, Precision
 
 if TYPE_CHECKING:
     from fedobp.engine.kernels.fused import Fused
     from fedobp.engine.kernels.step import KernelPrecision
 
+TRITON = ">=3.6,<3.8"  # tested; a newer one is used if its IR can be read
+_OLDEST_TRITON = (3, 6)
+FIRST_USE_SECONDS = 60.0
 
-# The version that the kernels were tested with. Another one may compile them incorrectly: see
-# tests/compile_kernels.py for a case.
-_TRITON = "3.6"
+
+class Unusable(Exception):
+    """Why the kernels cannot be used here: a phrase with what to do."""
 
 
 def is_supported(model: Model, batch: int, precision: Precision) -> bool:
@@ -34,39 +40,107 @@ def is_supported(model: Model, batch: int, precision: Precision) -> bool:
     )
 
 
-def fused_for(model: Model, batch: int, precision: Precision, device: torch.device) -> "Fused | None":
-    """Return the kernels for a model on a device, or None if the general path must be used."""
-    if device.type != "cuda" or not is_supported(model, batch, precision):
-        return None
-    from fedobp.engine.kernels.tiles import tiles_for
+def fused_for(model: Model, batch: int, precision: Precision, mode: KernelMode, device: torch.device) -> "Fused | None":
+    """Return the kernels for a model on a device, or None if the general path must be used.
 
-    tiles = tiles_for(torch.cuda.get_device_capability(device), precision)
-    if tiles is None:
-        name = torch.cuda.get_device_name(device)
-        _warn_once(
-            f"no kernels are tuned for {precision} on {name}, so the general path trains: see docs/performance.md"
-        )
+    Where the card or Triton is the reason, a warning says so. With `on` any reason is an error.
+    """
+    if mode == "off":
         return None
-    if missing := _triton_problem():
-        _warn_once(f"the fused kernels need {missing}: until then the general path trains, several times slower")
+    try:
+        if device.type != "cuda":
+            raise Unusable("a CUDA device")
+        if not is_supported(model, batch, precision):
+            raise Unusable(
+                "the paper's CNN (--model cnn) on 28x28 or 32x32 images of up to 4 channels and 128 classes, a "
+                "--batch-size of 16 to 64, and a --precision other than fp64"
+            )
+    except Unusable as reason:
+        if mode == "on":
+            raise FedobpError(f"--kernels on needs {reason}: use --kernels auto") from None
         return None
+    try:
+        return checked(model, batch, cast("KernelPrecision", precision), mode, device)
+    except Unusable as reason:
+        if mode == "on":
+            raise FedobpError(f"--kernels on: {reason}") from None
+        _warn_once(f"{reason}: the general path trains, several times slower (fedobp doctor says more)")
+        return None
+
+
+def checked(model: Model, batch: int, precision: "KernelPrecision", mode: KernelMode, device: torch.device) -> "Fused":
+    """Return kernels that have passed all checks, or raise `Unusable`. What was passed before is not run again."""
+    card = card_of(device)
+    if problem := card_problem(card) or triton_problem():
+        raise Unusable(problem)
+    from fedobp.engine.kernels import cache as files
+    from fedobp.engine.kernels.checks import hazard_check
     from fedobp.engine.kernels.fused import Fused
+    from fedobp.engine.kernels.self_check import disagreement
 
-    return Fused(model, batch, cast("KernelPrecision", precision), tiles, device)
+    table = table_for(card, precision, device)
+    fused = Fused(model, batch, precision, table.entries, device, card)
+    key = files.key_for(card, precision, table=table.hash, shape=[*model.shape, model.classes, batch])
+    if files.load("checked", key) is None:
+        check = hazard_check(card)
+        if not check.readable and mode != "on":
+            version = import_module("triton").__version__
+            raise Unusable(
+                f"the fused kernels cannot be checked for races with Triton {version} ({check.sentence}; "
+                f"pip install 'triton{TRITON}', or --kernels on to use them all the same)"
+            )
+        if wrong := disagreement(fused, model):
+            raise Unusable(f"the fused kernels failed their self-check on {card.name} ({wrong})")
+        files.save("checked", key, check.sentence)
+    return fused
 
 
-def _triton_problem() -> str | None:
-    """Return why Triton cannot run, or None."""
+def card_problem(card: Card) -> str | None:
+    """Return why a card cannot run the kernels, or None."""
+    if card.capability >= OLDEST:
+        return None
+    return f"the fused kernels need compute capability 8.0 or newer, and {card.name} has {card.version}"
+
+
+def triton_problem(*, launches: bool = True) -> str | None:
+    """Return why Triton cannot compile or launch kernels, or None."""
     try:
         triton = import_module("triton")
-        if triton.__version__.split(".")[:2] != _TRITON.split("."):
-            return f"Triton {_TRITON}, and this is {triton.__version__} (pip install 'triton=={_TRITON}.*')"
-        triton.runtime.driver.active.utils  # builds the launcher with the machine's C compiler  # noqa: B018
+        if tuple(map(int, triton.__version__.split(".")[:2])) < _OLDEST_TRITON:
+            return f"the fused kernels need Triton 3.6 or newer, and this is {triton.__version__} (update torch)"
+        if launches:
+            triton.runtime.driver.active.utils  # builds the launcher with the machine's C compiler  # noqa: B018
     except ImportError:
-        return f"Triton, which is not installed (pip install 'triton=={_TRITON}.*')"
+        return f"the fused kernels need Triton, which is not installed (pip install 'triton{TRITON}')"
     except (RuntimeError, OSError, SubprocessError) as error:
-        return f"a working Triton, and this one fails ({str(error).splitlines()[0]})"
+        return f"the fused kernels need a working Triton, and this one fails ({str(error).splitlines()[0]})"
     return None
+
+
+def known_table(card: Card, precision: str) -> Table | None:
+    """Return a card's table: the user's own if they have tuned, or the shipped one; None: there is neither."""
+    from fedobp.engine.kernels import cache as files
+
+    content = files.load("tiles", files.key_for(card, precision))
+    try:
+        return table_from_json(content) if content else shipped_table(card.capability, precision)
+    except ValueError:
+        return shipped_table(card.capability, precision)
+
+
+def table_for(card: Card, precision: "KernelPrecision", device: torch.device) -> Table:
+    """Return a card's table; where there is none, the first use tunes for at most a minute."""
+    if table := known_table(card, precision):
+        return table
+    from fedobp.engine.kernels.tuning import tune
+
+    tuned = tune(card, precision, device, FIRST_USE_SECONDS)
+    place = f"kept in {tuned.path}" if tuned.path else "not kept"
+    _warn_once(
+        f"the kernels were tuned for {card.name} in {precision}, once, in {tuned.seconds:.0f} s; the table is {place} "
+        "(fedobp tune searches longer)"
+    )
+    return tuned.table
 
 
 @cache

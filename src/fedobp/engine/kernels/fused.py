@@ -1,9 +1,8 @@
 """Training and evaluation of the paper's CNN by the fused kernels, as replays of captured CUDA graphs."""
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from typing import Any
 
@@ -13,10 +12,14 @@ from torch import Tensor
 from fedobp.data import FederatedData
 from fedobp.engine.cuda_graphs import capture
 from fedobp.engine.im2col import patched
+from fedobp.engine.kernels.cards import Card
+from fedobp.engine.kernels.compilation import compile_all
 from fedobp.engine.kernels.convolutions import ConvConfig, FusedCNN
+from fedobp.engine.kernels.launches import Launch
 from fedobp.engine.kernels.param_layout import arrange
 from fedobp.engine.kernels.sgd import DECAY, DRIFT, MASK, MOMENTUM, PULL
 from fedobp.engine.kernels.shapes import Shapes, flat_order, kernel_order
+from fedobp.engine.kernels.shared_memory import fitting_table
 from fedobp.engine.kernels.step import (
     Buffers,
     KernelPrecision,
@@ -27,7 +30,7 @@ from fedobp.engine.kernels.step import (
     refresh,
     splits_of,
 )
-from fedobp.engine.kernels.tiles import EXACT, Tiles
+from fedobp.engine.kernels.tiles import EXACT, Tiles, table_hash
 from fedobp.engine.sgd import Rule, active
 from fedobp.method import Part
 from fedobp.models import Model
@@ -55,13 +58,23 @@ class _CachedSteps:
 
 
 class Fused:
-    """Trains and evaluates stacks of lanes of one model on one device."""
+    """Trains and evaluates stacks of lanes of one model on one device.
+
+    `tiles` are changed where they need more shared memory than the card has; without a card they stay as they are.
+    """
 
     def __init__(
-        self, model: Model, batch: int, precision: KernelPrecision, tiles: Sequence[Tiles], device: torch.device
+        self,
+        model: Model,
+        batch: int,
+        precision: KernelPrecision,
+        tiles: Sequence[Tiles],
+        device: torch.device,
+        card: Card | None = None,
     ) -> None:
         channels, side, _ = model.shape
-        self._batch, self._precision, self._tiles, self._device = batch, precision, tiles, device
+        self._batch, self._precision, self._table, self._device, self._card = batch, precision, tiles, device, card
+        self._tiles = cache(self._fitting_tiles)
         self._shapes = Shapes(side, channels, model.classes, max(16, 1 << (batch - 1).bit_length()))
         order = kernel_order(model.layout, self._shapes)
         self._size = model.layout.size
@@ -69,6 +82,7 @@ class Fused:
         self._to_flat_order = flat_order(order, self._size).to(device, torch.int32)
         self._cache: dict[tuple[StepConfig, object], _CachedSteps] = {}
         self._scales: dict[FederatedData, Tensor] = {}
+        self._compiled: set[Hashable] = set()  # variants of kernels
 
     @cached_property
     def lane_bytes(self) -> int:
@@ -79,9 +93,19 @@ class Fused:
         tensors = [value for value in vars(one).values() if isinstance(value, Tensor)]
         return 16 * self._size + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
+    @property
+    def table_hash(self) -> str:
+        """What identifies its tile shapes."""
+        return table_hash(self._table)
+
+    @property
+    def _evaluation(self) -> StepConfig:
+        """The configuration of steps that predict labels."""
+        return StepConfig(replace(self._shapes, batch=_TEST_BATCH), self._precision, None)
+
     def vectorised(self, model: Model) -> Model:
         """Return a model that computes the same, with fused convolutions under `torch.func`."""
-        config = ConvConfig(self._shapes.side, self._shapes.channels, self._precision, tuple(self._tiles))
+        config = ConvConfig(self._shapes.side, self._shapes.channels, self._precision, tuple(self._table), self._card)
         return patched(model).like(lambda module: FusedCNN(module, config, (1, self._batch)))
 
     def train(
@@ -119,10 +143,9 @@ class Fused:
 
         Lanes are sorted by their number of samples, largest first.
         """
-        shapes = Shapes(self._shapes.side, self._shapes.channels, self._shapes.classes, _TEST_BATCH)
         lanes, most = ids.shape
         steps = -(-most // _TEST_BATCH)
-        cached = self._buffers(StepConfig(shapes, self._precision, None), lanes, steps, data)
+        cached = self._buffers(self._evaluation, lanes, steps, data)
         whole = torch.nn.functional.pad(ids, (0, steps * _TEST_BATCH - most)).view(lanes, steps, _TEST_BATCH)
         starts = torch.arange(0, most, _TEST_BATCH)[:, None]
         counts = to_device((torch.tensor(sizes) - starts).clamp(0, _TEST_BATCH), ids.device)
@@ -143,34 +166,44 @@ class Fused:
             cached = None
             self._cache.pop(key, None)  # free the old buffers before allocating
             buffers = Buffers(config, *capacity, self._splits(config), self._device)
+            self._compile(config, capacity[0], data)
             cached = self._cache[key] = _CachedSteps(config, Samples(data.x, data.y), buffers)
-            self._compile(cached)
         return cached
+
+    def _fitting_tiles(self, shapes: Shapes) -> tuple[Tiles, ...]:
+        """Return the tile shapes for the sizes of a step."""
+        return fitting_table(self._table, shapes, self._precision, self._card)
 
     def _splits(self, config: StepConfig) -> tuple[int, int]:
         """Return the largest numbers of partial sums of any tile shapes."""
-        splits = [splits_of(config.shapes, tiles) for tiles in self._tiles]
+        splits = [splits_of(config.shapes, tiles) for tiles in self._tiles(config.shapes)]
         return max(first for first, _ in splits), max(second for _, second in splits)
 
     def _launches(self, cached: _CachedSteps, lanes: int) -> Launches:
-        tiles = next(tiles for tiles in self._tiles if lanes <= tiles.lanes)
+        tiles = next(tiles for tiles in self._tiles(cached.config.shapes) if lanes <= tiles.lanes)
         return launches(cached.config, cached.buffers, tiles, lanes, lanes > EXACT, cached.samples)
 
-    def _compile(self, cached: _CachedSteps) -> None:
-        """Launch each kernel variant that these buffers may need once, in parallel, so that Triton compiles it."""
+    def _compile(self, config: StepConfig, lanes: int, data: FederatedData) -> None:
+        """Compile all kernel variants that steps of up to `lanes` lanes need, and check them.
+
+        The first time also those that an evaluation of all clients will need: they compile in parallel.
+        """
         if self._device.type != "cuda":
             return
-        thresholds = sorted({0, EXACT, *(tiles.lanes for tiles in self._tiles)})  # variants begin at one lane more
-        entries = [self._launches(cached, lanes + 1) for lanes in thresholds if lanes < cached.buffers.lanes]
-        stream = torch.cuda.current_stream(self._device)
-
-        def launch(name: str) -> None:  # one thread per kernel: its variants share a cache
-            with torch.cuda.device(self._device), torch.cuda.stream(stream):
-                for entry in entries:
-                    entry[name]()
-
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(launch, entries[0]))
+        needed = {config: lanes}
+        if not self._compiled:
+            needed.setdefault(self._evaluation, data.clients)
+        samples, found = Samples(data.x[:1], data.y[:1]), list[Launch]()
+        for one, most in needed.items():
+            buffers = Buffers(one, 1, 1, self._splits(one), self._device)
+            thresholds = sorted({0, EXACT, *(tiles.lanes for tiles in self._table)})  # variants begin at one lane more
+            for at in [lanes + 1 for lanes in thresholds if lanes < most]:
+                tiles = next(tiles for tiles in self._tiles(one.shapes) if at <= tiles.lanes)
+                found += launches(one, buffers, tiles, 1, at > EXACT, samples).values()
+            found.append(refresh(one, buffers, 1, samples))
+        self._compiled |= compile_all(
+            {one.variant: one for one in found if one.variant not in self._compiled}, self._device, self._card
+        )
 
     def _graph(self, cached: _CachedSteps, lanes: int, repeat: int) -> Callable[[], None]:
         """Return a function that takes `repeat` steps: a captured graph, or plain launches in Triton's interpreter."""
@@ -237,7 +270,9 @@ class Fused:
         source = source.contiguous()
         if source.dtype == torch.bool:
             source = source.view(torch.uint8)
-        arrange[-(-size // _BLOCK), lanes](source, target, index, source.shape[1], target.shape[1], _BLOCK)
+        Launch(
+            arrange, (-(-size // _BLOCK), lanes), (source, target, index, source.shape[1], target.shape[1], _BLOCK)
+        )()
 
 
 def _term_bits(rule: Rule) -> int:

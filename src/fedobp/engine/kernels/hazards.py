@@ -16,10 +16,13 @@ import re
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
+from itertools import zip_longest
 
 _ITERATIONS = 16  # of a loop: more than twice the slots of any buffer
 _NAME = re.compile(r"%[\w$.\-]+(?:#\d+)?")
 _OPERATION = re.compile(r"^\s*(?:(%[\w$.\-]+)(?::(\d+))? = )?\"?([a-z]+\.[\w.]+)\"?(.*)$")
+_LABEL = re.compile(r"\^bb\d+")
 _LOCATION = re.compile(r"\s*loc\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)\s*$")
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "arith.addi": operator.add, "arith.subi": operator.sub, "arith.muli": operator.mul, "arith.xori": operator.xor,
@@ -92,11 +95,26 @@ class _InFlight:
     arrivals: dict[Slot, int] = field(default_factory=dict)  # of a barrier: phases that products will end
     passed: dict[Slot, int] = field(default_factory=dict)  # of a barrier: phases that are known to be over
 
+    def joined(self, other: "_InFlight") -> "_InFlight":
+        """Return what may be in flight after one of two branches."""
+        if self == other:
+            return self
+        none: list[Slot] = []
+        pairs = zip_longest(reversed(self.groups), reversed(other.groups), fillvalue=none)
+        groups = [one + another for one, another in pairs][::-1]
+        products = [one for one in self.products if one not in other.products] + other.products
+        arrivals = {slot: max(self.arrivals.get(slot, 0), n) for slot, n in (self.arrivals | other.arrivals).items()}
+        passed = {slot: min(self.passed[slot], n) for slot, n in other.passed.items() if slot in self.passed}
+        return _InFlight(self.uncommitted + other.uncommitted, groups, products, arrivals, passed)
+
 
 def hazards(ttgir: str) -> list[str]:
     """Return the races of a kernel, one phrase each."""
     execution = _Execution()
-    execution.run(_parsed(ttgir))
+    try:
+        execution.run(_parsed(ttgir))
+    except (IndexError, KeyError, ValueError) as error:  # an operation that is written in another way
+        raise UnreadableError(f"it has an operation in a form that is not known ({error})") from error
     return list(dict.fromkeys(execution.found))
 
 
@@ -134,16 +152,36 @@ def _parsed(ttgir: str) -> list[_Operation]:
             if code.endswith("{"):  # `} else {`
                 enter(owner)
             continue
+        if label := _LABEL.match(code):
+            regions[-1].append(_Operation((), "label", label[0], ()))
         if match := _OPERATION.match(code):
             result, count, name, text = match.groups()
-            results = (
-                () if result is None else tuple(f"{result}#{i}" for i in range(int(count))) if count else (result,)
-            )
-            last = _Operation(results, name, text, tuple(_NAME.findall(text.split(" : ", 1)[0])))
+            results = [f"{result}#{i}" for i in range(int(count))] if count else [result] if result else []
+            last = _Operation(tuple(results), name, text, tuple(_NAME.findall(text.split(" : ", 1)[0])))
             regions[-1].append(last)
         if code.endswith("{"):
             enter(last if match else None)
     return regions[0]
+
+
+def _in_order(operations: Sequence[_Operation]) -> Sequence[_Operation]:
+    """Return the operations of a region with each block after those that lead to it."""
+    if not any(one.name == "label" for one in operations):
+        return operations
+    blocks: dict[str, list[_Operation]] = {"": []}
+    before: dict[str, set[str]] = {"": set()}
+    block = ""
+    for one in operations:
+        if one.name == "label":
+            block = one.text
+            before.setdefault(block, set())
+        for target in _LABEL.findall(one.text) if one.name.startswith("cf.") else ():
+            before.setdefault(target, set()).add(block)
+        blocks.setdefault(block, []).append(one)
+    try:
+        return [one for block in TopologicalSorter(before).static_order() for one in blocks[block]]
+    except CycleError as error:
+        raise UnreadableError("it has a loop that is not written as one") from error
 
 
 class _Execution:
@@ -155,8 +193,8 @@ class _Execution:
         self._now = _InFlight()
 
     def run(self, operations: Sequence[_Operation]) -> tuple[Value, ...]:
-        """Execute the operations of a region in turn; return what it yields. Branches must lead forward."""
-        for operation in operations:
+        """Execute the operations of a region; return what it yields."""
+        for operation in _in_order(operations):
             if operation.name == "scf.yield":
                 return self._of(operation.operands)
             self._execute(operation)
@@ -180,7 +218,7 @@ class _Execution:
             self._set(one, self._scalar(one))
         elif kind in ("ttg", "ttng") and ("memdesc" in one.text or "async" in name or "wait" in name):
             self._access(one)
-        elif "memdesc" in one.text or kind in ("scf", "cf") and name not in ("cf.br", "cf.cond_br", "cf.assert"):
+        elif "memdesc" in one.text or one.regions or kind == "scf":
             raise UnreadableError(f"it has the operation {name}")
 
     def _set(self, one: _Operation, *values: Value) -> None:
@@ -210,18 +248,14 @@ class _Execution:
     def _loop(self, one: _Operation) -> None:
         """Execute a loop: as many iterations as it has, up to a number after which all slots have been used again."""
         index, low, high, step = one.operands[:4]
-        pairs = one.operands[4 : one.text.count(" = ", 0, one.text.find(") ->")) * 2 + 2] if one.results else ()
-        inside, before = pairs[::2], pairs[1::2]
-        carried = self._of(before)
-        start, end, by = self._of((low, high, step))
-        at = start if isinstance(start, int) else 0
-        by = by if isinstance(by, int) else 1
-        last = min(end, at + by * _ITERATIONS) if isinstance(end, int) else at + by * _ITERATIONS
-        while at < last:
+        inside, carried = one.operands[4::2], self._of(one.operands[5::2])
+        start, end, by = (value if isinstance(value, int) else None for value in self._of((low, high, step)))
+        start, by = start or 0, max(1, by or 1)
+        last = start + by * _ITERATIONS
+        for at in range(start, last if end is None else min(last, end), by):
             self._values.update(zip((index, *inside), (at, *carried), strict=True))
             carried = self.run(one.regions[0])
             self._check_lifetimes(one, carried)
-            at += by
         self._set(one, *carried)
 
     def _branch(self, one: _Operation) -> None:
@@ -231,19 +265,15 @@ class _Execution:
         if isinstance(condition, int):
             self._set(one, *self.run(sides[not condition]))
             return
-        before, self._now = self._now, deepcopy(self._now)
+        before = deepcopy(self._now)
         first = self.run(sides[0])
         after, self._now = self._now, before
         second = self.run(sides[1])
-        self._now.uncommitted += after.uncommitted
-        self._now.groups += after.groups
-        self._now.products += after.products
-        for slot, phase in after.arrivals.items():
-            self._now.arrivals[slot] = max(phase, self._now.arrivals.get(slot, 0))
+        self._now = after.joined(self._now)
         self._set(one, *(a if a == b else None for a, b in zip(first, second, strict=False)))
 
     def _check_lifetimes(self, loop: _Operation, carried: Sequence[Value]) -> None:
-        """A buffer that an iteration allocates is freed at its end, unless the next iteration is given it."""
+        """Find buffers that an iteration allocates, which are free at its end, and that a product still reads."""
         inside = {one.results[0] for one in loop.regions[0] if one.name == "ttg.local_alloc"}
         kept = {value.buffer for value in carried if isinstance(value, Slot)}
         for slot in (slot for product in self._now.products for slot in product.reads):
@@ -251,9 +281,6 @@ class _Execution:
                 self.found.append(f"{slot.buffer} is freed while a product reads it")
 
     # Memory.
-
-    def _slots(self, names: Sequence[str]) -> list[Slot]:
-        return [value for value in self._of(names) if isinstance(value, Slot)]
 
     def _access(self, one: _Operation) -> None:
         name, now = one.name, self._now
@@ -288,11 +315,9 @@ class _Execution:
         elif name == "ttg.local_dealloc":
             self._write(Slot(self._slot(one, 0).buffer), "freed")
         elif name == "ttng.warp_group_dot":
-            reads = self._slots(one.operands[:2])
-            for slot in reads:
-                self._read(slot)
+            reads = self._operands(one, one.text.split("->")[0].count("!ttg.memdesc"))
             if "isAsync = true" in one.text:
-                now.products.append(_Product(tuple(reads)))
+                now.products.append(_Product(reads))
         elif name == "ttng.warp_group_dot_wait":
             number = one.number("pendings")
             now.products = now.products[max(0, len(now.products) - number) :]
@@ -314,6 +339,15 @@ class _Execution:
             raise UnreadableError(f"{one.name} has an operand whose buffer is not known")
         return value
 
+    def _operands(self, one: _Operation, count: int) -> tuple[Slot, ...]:
+        """Return the operands of a product that are in shared memory, of which there must be `count`, and read them."""
+        slots = tuple(value for value in self._of(one.operands[:2]) if isinstance(value, Slot))
+        if len(slots) != count:
+            raise UnreadableError(f"{one.name} has an operand whose buffer is not known")
+        for slot in slots:
+            self._read(slot)
+        return slots
+
     def _read(self, slot: Slot) -> None:
         if any(slot.overlaps(copy) for group in (*self._now.groups, self._now.uncommitted) for copy in group):
             self.found.append(f"{slot.buffer} is read before its copy has arrived")
@@ -327,18 +361,13 @@ class _Execution:
             self.found.append(f"{slot.buffer} is used before its product is complete")
 
     def _tensor_product(self, one: _Operation) -> None:
-        """A product of 10.0: `mma a, b, sums, use_sums, predicate, barrier[predicate]`; 0 switches it off."""
+        """Start a product of 10.0: `mma a, b, sums, use_sums, predicate, barrier[predicate]`."""
         if self._values.get(one.operands[4]) == 0:
             return
-        reads, sums = self._slots(one.operands[:2]), self._slot(one, 2)
-        for slot in reads:
-            self._read(slot)
-        barriers = self._slots(one.operands[5:6])
-        if not barriers:
-            raise UnreadableError("a product has no barrier")
-        phase = self._now.arrivals.get(barriers[0], 0)
-        self._now.arrivals[barriers[0]] = phase + 1
-        self._now.products.append(_Product(tuple(reads), sums, barriers[0], phase))
+        reads, sums, barrier = self._operands(one, 2), self._slot(one, 2), self._slot(one, 5)
+        phase = self._now.arrivals.get(barrier, 0)
+        self._now.arrivals[barrier] = phase + 1
+        self._now.products.append(_Product(reads, sums, barrier, phase))
 
     def _wait(self, one: _Operation) -> None:
         """Wait until the phase of a barrier with the given parity is over; products end in order.

@@ -1,10 +1,13 @@
 """A kernel's launch, and its compilation for a card that need not be there."""
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from fedobp.errors import first_line
 
 _TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int8: "*i8", torch.uint8: "*u8", torch.int32: "*i32",
@@ -12,7 +15,12 @@ _TYPES = {
 }  # fmt: skip
 
 
-class Launch(NamedTuple):
+class CompileError(Exception):
+    """Triton cannot compile a kernel: the first line of what it says."""
+
+
+@dataclass(frozen=True)
+class Launch:
     """A kernel with its grid, its arguments and the compiler's options: a call launches it."""
 
     kernel: Any
@@ -48,8 +56,9 @@ class Launch(NamedTuple):
             else:
                 signature[parameter.name] = "i32"
         major, minor = capability
-        return triton.compile(
-            ASTSource(self.kernel, signature, constants, hints),
-            target=GPUTarget("cuda", 10 * major + minor, 32),
-            options={"num_warps": self.warps, "num_stages": self.stages},
-        )
+        source = ASTSource(self.kernel, signature, constants, hints)
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        try:
+            return triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
+        except Exception as error:  # the compiler and its assembler raise their own, unrelated classes
+            raise CompileError(first_line(error)) from error

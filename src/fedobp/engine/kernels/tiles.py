@@ -1,11 +1,14 @@
-"""Tile shapes, one table per device: found by `python benchmarks/tune.py`, which prints entries of these tables.
+"""Tile shapes, one table per card and precision: shipped, tuned on the user's card, or a default to start from.
 
 The best shapes depend on the number of lanes: few lanes need many small tiles, so that every multiprocessor has one;
 many lanes need large tiles, which load less. The same holds for partial sums (splits).
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Any, Literal, NamedTuple
 
 
 class Tile(NamedTuple):
@@ -60,9 +63,64 @@ _HOPPER = {
               Tile(64, 2, 8, 3), Tile(32, 32, 8, 2), (28, 5)),
     ),
 }  # fmt: skip
-_DEVICES = {(9, 0): _HOPPER}
+_SHIPPED = {(9, 0): _HOPPER}
 
 
-def tiles_for(capability: tuple[int, int], precision: str) -> tuple[Tiles, ...] | None:
-    """Return a device's tile shapes, fewest lanes first; None if there are none for this precision."""
-    return _DEVICES.get(capability, {}).get(precision)
+@dataclass(frozen=True)
+class Table:
+    """The tile shapes of a card in a precision, fewest lanes first."""
+
+    entries: tuple[Tiles, ...]
+    source: Literal["shipped", "tuned", "default"]
+
+    @property
+    def hash(self) -> str:
+        """What identifies its shapes."""
+        return table_hash(self.entries)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return the entries for a file."""
+        return [{spec.name: getattr(one, spec.name) for spec in fields(Tiles)} for one in self.entries]
+
+
+def table_hash(entries: Sequence[Tiles]) -> str:
+    """Return what identifies tile shapes: runs with equal ones have equal bytes."""
+    return hashlib.sha256(json.dumps([astuple(one) for one in entries]).encode()).hexdigest()[:12]
+
+
+def shipped_table(capability: tuple[int, int], precision: str) -> Table | None:
+    """Return the table that comes with fedobp; None: there is none for this compute capability."""
+    entries = _SHIPPED.get(capability, {}).get(precision)
+    return Table(entries, "shipped") if entries else None
+
+
+def default_table(capability: tuple[int, int], precision: str) -> Table:
+    """Return a table that was not tuned: the shapes of 9.0, which are made to fit where they are used."""
+    entries = _HOPPER[precision]
+    if capability[0] == 10:
+        # With four warps Triton 3.6 does not compile this kernel for 10.0, and 3.7 not in tf32. With two, products
+        # read registers.
+        entries = tuple(replace(one, weights_backward=one.weights_backward._replace(warps=2)) for one in entries)
+    return Table(entries, "default")
+
+
+def table_from_json(content: Any) -> Table:
+    """Return a tuned table from a file's content; raise ValueError if it is none."""
+    try:
+        entries = tuple(Tiles(**{name: _tile(name, value) for name, value in one.items()}) for one in content)
+        lanes = [one.lanes for one in entries]
+        if not lanes or lanes != sorted(set(lanes)) or lanes[-1] < _MANY:
+            raise ValueError
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ValueError("not a tile table") from error
+    return Table(entries, "tuned")
+
+
+def _tile(name: str, value: Any) -> Any:
+    """Return one value of an entry: a number, the splits, or a tile."""
+    numbers = [value] if name == "lanes" else value
+    if not all(type(number) is int and 0 <= number <= _MANY for number in numbers):
+        raise ValueError
+    if name == "lanes":
+        return value
+    return (numbers[0], numbers[1]) if name == "splits" else Tile(*numbers)

@@ -32,7 +32,7 @@ from fedobp.engine.stack import Columns, Grouped, stacked
 from fedobp.keys import Purpose, fold
 from fedobp.method import Client, CohortUpdate, Sweep, Train
 from fedobp.models import Model
-from fedobp.options import Precision
+from fedobp.options import KernelMode, Precision
 from fedobp.records import Record, Tensors, mask_unsent
 from fedobp.transfer import to_device
 
@@ -56,13 +56,22 @@ Steps = Generator[Phase, PhaseResult, Finished]  # a program, which stops at eve
 class Lanes:
     """Runs cohorts side by side. `memory` is the limit, in bytes, of the lanes of one group that train at one time."""
 
-    def __init__(self, model: Model, batch: int, precision: Precision = "fp32", memory: float = math.inf) -> None:
+    def __init__(
+        self,
+        model: Model,
+        batch: int,
+        precision: Precision = "fp32",
+        memory: float = math.inf,
+        kernels: KernelMode = "auto",
+    ) -> None:
         self._model, self._batch, self._precision = model, batch, precision
         devices: dict[str, type[Grouped] | type[Columns]] = {"cpu": Grouped, "cuda": Columns}
         forms = {device: stacked(model, form, precision) for device, form in devices.items()}
         graphs = Graphs()
         # The fused kernels of a device; None: there are none for this model.
-        self._kernels: Callable[[torch.device], Fused | None] = cache(partial(fused_for, model, batch, precision))
+        self._kernels: Callable[[torch.device], Fused | None] = cache(
+            partial(fused_for, model, batch, precision, kernels)
+        )
         functions = Vectorised(model, batch, precision, graphs, self._kernels)
         measured = {device: stacked(model, form) for device, form in devices.items()}  # in the weights' type
         workers = Workers(model, batch, precision, memory, measured, self._kernels)
@@ -75,6 +84,11 @@ class Lanes:
     @cached_property
     def _side_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream()
+
+    def provenance(self, device: torch.device) -> str:
+        """Return what the bytes of its results depend on beside the configuration: the kernels' tile shapes."""
+        fused = self._kernels(device)
+        return f"tile table {fused.table_hash}" if fused else ""
 
     def try_train(
         self, jobs: Sequence[PoolJob], prepared: Prepared | None = None

@@ -1,0 +1,54 @@
+"""Graphics cards as the kernels see them: their compute capability, and how much shared memory a block may use."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fedobp.errors import FedobpError, short
+
+# Shared memory of a block in KiB, and cards of each compute capability, by NVIDIA's programming guide.
+_KNOWN = {
+    (8, 0): (163, "A100, A30"),
+    (8, 6): (99, "RTX 30, A10, A40"),
+    (8, 7): (163, "Jetson Orin"),
+    (8, 9): (99, "RTX 40, L4, L40"),
+    (9, 0): (227, "H100, H200, GH200"),
+    (10, 0): (227, "B100, B200, GB200"),
+    (10, 3): (227, "B300, GB300"),
+    (12, 0): (99, "RTX 50, RTX PRO Blackwell"),
+    (12, 1): (99, "DGX Spark"),
+}
+OLDEST = (8, 0)  # the first with bf16 and asynchronous copies
+
+
+class Card(NamedTuple):
+    """A card, or a kind of card that need not be there."""
+
+    capability: tuple[int, int]
+    shared: int  # bytes
+    name: str
+
+    @property
+    def version(self) -> str:
+        """The compute capability as it is written."""
+        return f"{self.capability[0]}.{self.capability[1]}"
+
+
+def card_of(device: torch.device) -> Card:
+    """Return the card of a CUDA device."""
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's types leave out the shared memory
+    return Card((properties.major, properties.minor), properties.shared_memory_per_block_optin, properties.name)
+
+
+def known_card(version: str) -> Card:
+    """Return the cards of a compute capability that is written as 8.6."""
+    cards = {f"{major}.{minor}": (major, minor) for major, minor in _KNOWN}
+    if version not in cards:
+        raise FedobpError(f"--card {short(version)} is no compute capability that is known: {', '.join(cards)}")
+    shared, names = _KNOWN[cards[version]]
+    return Card(cards[version], shared * 1024, names)
+
+
+def known_cards() -> list[Card]:
+    """Return the cards of all known compute capabilities."""
+    return [known_card(f"{major}.{minor}") for major, minor in _KNOWN]

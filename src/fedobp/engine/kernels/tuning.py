@@ -1,0 +1,243 @@
+"""The search for tile shapes: every kernel of a step over a grid of shapes, timed on the card.
+
+Shapes are searched kernel by kernel, the slowest first, each with the best shapes found so far for the others. A shape
+that does not compile, does not fit, has a race or makes no sense on the card is skipped. When the time is over, what
+was found so far is the table.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from fedobp.engine.kernels import cache
+from fedobp.engine.kernels.cards import Card
+from fedobp.engine.kernels.checks import problems
+from fedobp.engine.kernels.hazards import UnreadableError
+from fedobp.engine.kernels.launches import Launch
+from fedobp.engine.kernels.shapes import Shapes
+from fedobp.engine.kernels.shared_memory import fitting_table
+from fedobp.engine.kernels.step import Buffers, KernelPrecision, Launches, Samples, StepConfig, launches, refresh
+from fedobp.engine.kernels.tiles import EXACT, Table, Tile, Tiles, default_table, shipped_table
+from fedobp.progress import report
+
+# What is searched, by its share of a step's time, largest first. `splits` belongs to `weights_backward`.
+SEARCHED = ("weights_backward", "splits", "dense_backward", "conv2_inputs", "conv2", "dense", "conv1", "head")
+_SHAPES = Shapes(32, 3, 10, 32)  # the paper's CIFAR10
+_STEPS = 512
+_SAMPLES = 4096
+_SPLITS = {True: tuple(product((28, 49), (5, 12))), False: tuple(product((4, 7, 14), (1, 2, 5)))}  # few lanes, many
+
+Price = Callable[[Tiles, str], float]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The time of a step at a number of lanes, in microseconds."""
+
+    lanes: int
+    before: float  # with the shapes that the search started from
+    step: float
+    kernels: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The result of a search."""
+
+    table: Table
+    seconds: float
+    path: Path | None  # the file that keeps it
+    timings: list[Timing]
+
+
+def candidates(what: str, tiles: Tiles, precision: str) -> list[Tiles]:
+    """Return an entry with the shapes to try for one kernel, or with other numbers of partial sums."""
+    few = tiles.lanes <= EXACT
+    if what == "splits":
+        return [replace(tiles, splits=splits) for splits in _SPLITS[few]]
+    # With two warps Triton uses the older matrix instruction, which reads float32 operands in any layout.
+    warps = (4, 8) if precision == "bf16" else (2, 4, 8)
+    grids: dict[str, tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]] = {
+        "conv1": ((64,), (1,) if few else (2, 7, 14), warps, (2, 3)),
+        "conv2": ((16, 32, 64) if few else (32, 64), (0,), warps, (2, 3, 4)),
+        "dense": ((16, 32) if few else (32, 64), (64, 128), (4,), (3, 5)),
+        "head": ((32, 64, 128, 256), (0,), (4, 8), (2,)),
+        "dense_backward": ((16, 32, 64) if few else (64,), (64, 128), warps, (2, 3)),
+        "conv2_inputs": ((64, 128), (1, 2), warps, (2, 3, 4)),
+        "weights_backward": ((32, 64), (32, 64), (2, 4, 8), (2, 3)),
+    }
+    return [replace(tiles, **{what: Tile(*shape)}) for shape in product(*grids[what])]  # type: ignore[arg-type]
+
+
+def search(
+    start: Tiles,
+    precision: str,
+    price: Price,
+    prepare: Callable[[str, Sequence[Tiles], float], None],
+    seconds_left: Callable[[], float],
+) -> Tiles:
+    """Return the best entry that is found in the time that is left.
+
+    `prepare` is told which shapes will be priced next, and how long it may take; a shape that cannot be used, or was
+    not prepared in time, has an infinite price.
+    """
+    best = start
+    for what in SEARCHED:
+        left = seconds_left()
+        if left <= 0:
+            break
+        entries = list(dict.fromkeys([best, *candidates(what, best, precision)]))
+        prepare(what, entries, left)
+        prices = [price(entry, what) for entry in entries]
+        best = entries[prices.index(min(prices))]
+    return best
+
+
+class Bench:
+    """A step of lanes on random images, whose kernels are timed."""
+
+    def __init__(self, card: Card, precision: KernelPrecision, lanes: int, device: torch.device) -> None:
+        self.config = StepConfig(_SHAPES, precision, "all")
+        self.card, self.lanes, self.device = card, lanes, device
+        splits = [*_SPLITS[True], *_SPLITS[False], (49, 12)]
+        most = max(first for first, _ in splits), max(second for _, second in splits)
+        self.buf = Buffers(self.config, lanes, _STEPS, most, device)
+        self._small = Buffers(self.config, 1, 1, most, device)
+        draw = torch.Generator(device).manual_seed(0)
+        image = (_SAMPLES, _SHAPES.channels, _SHAPES.side, _SHAPES.side)
+        images = torch.randint(0, 256, image, generator=draw, device=device, dtype=torch.uint8)
+        self.samples = Samples(images, torch.randint(0, _SHAPES.classes, (_SAMPLES,), generator=draw, device=device))
+        self.buf.scale.fill_(1 / 64)
+        self.buf.shift.fill_(128)
+        self.buf.order.random_(0, _SAMPLES, generator=draw)
+        self.buf.counts.fill_(_SHAPES.batch)
+        self.buf.theta.normal_(0, 0.02, generator=draw)
+        self.buf.numbers[:, 0] = 0.001
+        self._usable: dict[object, bool] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Start at the first batch."""
+        self.buf.step.zero_()
+        refresh(self.config, self.buf, self.lanes, self.samples)()
+
+    def launches(self, tiles: Tiles, buffers: Buffers | None = None) -> Launches:
+        """Return a step's launches; with other buffers, of one lane."""
+        lanes = self.lanes if buffers is None else 1
+        return launches(self.config, buffers or self.buf, tiles, lanes, self.lanes > EXACT, self.samples)
+
+    def prepare(self, what: str, entries: Sequence[Tiles], seconds: float) -> None:
+        """Compile a kernel in many shapes at once, on one lane, and note which can be used."""
+        chosen = {one.variant: one for tiles in entries for one in self._timed(tiles, what, self._small)}
+        stream = torch.cuda.current_stream(self.device)
+
+        def is_usable(one: Launch) -> bool:
+            try:
+                with torch.cuda.device(self.device), torch.cuda.stream(stream):
+                    return not problems(one(), self.card)
+            except UnreadableError:  # `--kernels on` allows it
+                return True
+            except Exception:  # too few resources on the card, or the compiler fails
+                return False
+
+        with ThreadPoolExecutor() as pool:
+            found = {name: pool.submit(is_usable, one) for name, one in chosen.items() if name not in self._usable}
+            wait(found.values(), seconds)
+            pool.shutdown(wait=True, cancel_futures=True)
+        self._usable |= {name: job.result() for name, job in found.items() if not job.cancelled()}
+        torch.cuda.synchronize(self.device)
+
+    def _timed(self, tiles: Tiles, what: str, buffers: Buffers | None = None) -> list[Launch]:
+        """Return the launches that a shape changes; more partial sums make `update` slower."""
+        steps = self.launches(tiles, buffers)
+        return [steps["weights_backward"], steps["update"]] if what in SEARCHED[:2] else [steps[what]]
+
+    def price(self, tiles: Tiles, what: str) -> float:
+        """Return the microseconds of a kernel; infinite if its shape cannot be used."""
+        if fitting_table([tiles], _SHAPES, self.config.precision, self.card) != (tiles,):
+            return math.inf
+        if not all(self._usable.get(one.variant) for one in self._timed(tiles, what, self._small)):
+            return math.inf
+        return sum(self._time(one) for one in self._timed(tiles, what))
+
+    def step_time(self, tiles: Tiles) -> float:
+        """Return the microseconds of a whole step."""
+
+        def step() -> None:
+            for launch in self.launches(tiles).values():
+                launch()
+
+        return self._time(step)
+
+    def kernel_times(self, tiles: Tiles) -> dict[str, float]:
+        """Return the microseconds of each kernel of a step."""
+        return {name: self._time(launch) for name, launch in self.launches(tiles).items()}
+
+    def _time(self, job: Callable[[], Any], times: int = 20, loops: int = 5) -> float:
+        """Return the microseconds of a job, replayed from a graph."""
+        job()
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(times):
+                job()
+        took = []
+        for _ in range(loops + 1):
+            self.reset()
+            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begun.record()
+            graph.replay()
+            ended.record()
+            torch.cuda.synchronize(self.device)
+            took.append(float(begun.elapsed_time(ended)) * 1e3 / times)
+        return median(took[1:])
+
+
+def lanes_of(entry: Tiles) -> int:
+    """Return the number of lanes at which an entry is timed: typical of those that use it."""
+    return {2: 1, 6: 4, EXACT: 10}.get(entry.lanes, 160)
+
+
+def start_table(card: Card, precision: KernelPrecision) -> Table:
+    """Return the table that a search starts from, made to fit."""
+    start = shipped_table(card.capability, precision) or default_table(card.capability, precision)
+    return Table(fitting_table(start.entries, _SHAPES, precision, card), start.source)
+
+
+def tune(
+    card: Card, precision: KernelPrecision, device: torch.device, seconds: float, start: Table | None = None
+) -> Tuned:
+    """Search for the shapes of a card for some seconds, and keep them in the user's cache; 0: only time the first."""
+    begun = time.perf_counter()
+    start = start or start_table(card, precision)
+
+    def seconds_left(until: float) -> float:
+        spent = time.perf_counter() - begun
+        report(f"tuning kernels for {card.name}", min(1.0, spent / seconds) if seconds else 0.0)
+        return until - spent
+
+    entries, timings = [], []
+    for at, entry in enumerate(start.entries):
+        # Each entry has an equal share of the time; what an earlier one left is for the later ones.
+        until = 0.9 * seconds * (at + 1) / len(start.entries)
+        bench = Bench(card, precision, lanes_of(entry), device)
+        before = bench.step_time(entry)
+        best = search(entry, precision, bench.price, bench.prepare, partial(seconds_left, until))
+        after = before if best == entry else bench.step_time(best)
+        best = best if after < before else entry
+        entries.append(best)
+        timings.append(Timing(bench.lanes, before, min(before, after), bench.kernel_times(best)))
+    if not seconds:
+        return Tuned(start, time.perf_counter() - begun, None, timings)
+    table = Table(tuple(entries), "tuned")
+    path = cache.save("tiles", cache.key_for(card, precision), table.to_json())
+    return Tuned(table, time.perf_counter() - begun, path, timings)
