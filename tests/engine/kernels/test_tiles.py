@@ -1,16 +1,69 @@
+import json
+
+import pytest
+
 from engine.kernels.interpreted import WITHOUT_GPU
-from fedobp.engine.kernels.tiles import EXACT, tiles_for
+from fedobp.engine.kernels.cards import known_card, known_cards
+from fedobp.engine.kernels.tiles import EXACT, default_table, shipped_table, table_from_json
+from fedobp.errors import FedobpError
 
 pytestmark = WITHOUT_GPU
+PRECISIONS = ("bf16", "tf32", "fp32")
 
 
 def test_tables_are_sorted_and_cover_any_number_of_lanes():
     tables = {
-        precision: [entry.lanes for entry in tiles_for((9, 0), precision)] for precision in ("bf16", "tf32", "fp32")
+        precision: [entry.lanes for entry in shipped_table((9, 0), precision).entries] for precision in PRECISIONS
     }
     for lanes in tables.values():
         assert lanes == sorted(lanes)
         assert lanes[-1] >= 1 << 20
     assert EXACT in tables["bf16"]
     assert EXACT in tables["tf32"]
-    assert tiles_for((8, 0), "bf16") is None
+
+
+def test_every_card_has_a_table_to_start_from():
+    for card in known_cards():
+        for precision in PRECISIONS:
+            table = default_table(card.capability, precision)
+            assert table.entries[-1].lanes >= 1 << 20
+            # With more warps Triton 3.6 does not compile it for 10.0.
+            assert card.capability[0] != 10 or {one.weights_backward.warps for one in table.entries} == {2}
+    assert shipped_table((8, 6), "bf16") is None
+    assert default_table((9, 0), "bf16").entries == shipped_table((9, 0), "bf16").entries
+
+
+def test_a_table_is_known_by_its_hash_and_survives_a_file():
+    table = shipped_table((9, 0), "bf16")
+    again = table_from_json(json.loads(json.dumps(table.to_json())))
+    assert (again.entries, again.hash, again.source) == (table.entries, table.hash, "tuned")
+    assert len({table.hash, default_table((10, 0), "bf16").hash, shipped_table((9, 0), "tf32").hash}) == 3
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: None,
+        lambda content: [],
+        lambda content: content[:-1],  # no entry for many lanes
+        lambda content: content[::-1],
+        lambda content: [{**content[-1], "lanes": "many"}],
+        lambda content: [{**content[-1], "conv1": [64, 1, 4]}],
+        lambda content: [{**content[-1], "conv1": [64, 1.5, 4, 2]}],
+        lambda content: [{**content[-1], "conv1": [64, -1, 4, 2]}],
+        lambda content: [{**content[-1], "conv3": [64, 1, 4, 2]}],
+        lambda content: [{"lanes": 1 << 30}],
+        lambda content: 3,
+    ],
+)
+def test_a_damaged_table_is_refused(damage):
+    with pytest.raises(ValueError, match="not a tile table"):
+        table_from_json(damage(shipped_table((9, 0), "bf16").to_json()))
+
+
+def test_cards_by_their_compute_capability():
+    assert known_card("8.6").shared == known_card("12.0").shared == 99 * 1024
+    assert known_card("9.0").capability == (9, 0)
+    assert known_card("10.0").version == "10.0"
+    with pytest.raises(FedobpError, match=r"--card 8\.5 is no compute capability that is known: 8\.0, 8\.6"):
+        known_card("8.5")

@@ -1,0 +1,101 @@
+"""The search for tile shapes, with prices made up by the test: a card is needed to time real ones."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from engine.kernels.interpreted import WITHOUT_GPU
+from fedobp.engine.kernels.tiles import EXACT, Tile, shipped_table
+from fedobp.engine.kernels.tuning import SEARCHED, candidates, lanes_of, search
+
+pytestmark = WITHOUT_GPU
+FEW, *_, MANY = shipped_table((9, 0), "bf16").entries
+
+
+class Card:
+    """A card on which some shapes are fast; it notes what it is asked."""
+
+    def __init__(self, prices, kernels=math.inf):
+        self.prices, self.left, self.prepared = prices, kernels, []
+
+    def price(self, tiles, what):
+        assert tiles in self.prepared[-1][1]
+        shape = tiles.splits if what == "splits" else getattr(tiles, what)
+        return self.prices.get((what, tuple(shape)), 100.0)
+
+    def prepare(self, what, entries, seconds):
+        assert len(entries) == len(set(entries))
+        self.prepared.append((what, entries))
+
+    def seconds_left(self):
+        self.left -= 1
+        return self.left
+
+
+def tuned(start, prices, precision="bf16", kernels=math.inf):
+    card = Card(prices, kernels)
+    return search(start, precision, card.price, card.prepare, card.seconds_left), card
+
+
+def test_the_fastest_shape_of_each_kernel_is_found():
+    fast = {
+        "weights_backward": (64, 32, 8, 2),
+        "splits": (49, 5),
+        "dense_backward": (32, 64, 8, 3),
+        "conv2_inputs": (128, 1, 8, 4),
+        "conv2": (32, 0, 8, 3),
+        "dense": (32, 64, 4, 3),
+        "conv1": (64, 1, 8, 3),
+        "head": (256, 0, 4, 2),
+    }
+    found, card = tuned(FEW, dict.fromkeys(fast.items(), 1.0))
+    assert found == replace(
+        FEW, **{name: Tile(*shape) for name, shape in fast.items() if name != "splits"}, splits=(49, 5)
+    )
+    assert [what for what, _ in card.prepared] == list(SEARCHED)
+
+
+def test_shapes_in_use_stay_where_none_is_faster():
+    """Also if they are no candidates: the first of equal prices is kept."""
+    start = replace(MANY, conv2=Tile(16, 0, 4, 1))
+    found, _ = tuned(start, {})
+    assert found == start
+
+
+def test_shapes_that_cannot_be_used_are_skipped():
+    """An infinite price: it does not compile, does not fit, or has a race."""
+    broken = {("conv2", tuple(one.conv2)): math.inf for one in [FEW, *candidates("conv2", FEW, "bf16")]}
+    found, _ = tuned(FEW, {**broken, ("conv2", (32, 0, 8, 4)): 3.0})
+    assert found.conv2 == (32, 0, 8, 4)
+    found, _ = tuned(FEW, broken)
+    assert found == FEW
+
+
+@pytest.mark.parametrize("kernels", [1, 3])
+def test_the_search_ends_with_its_time(kernels):
+    prices = {("weights_backward", (64, 64, 8, 3)): 1.0, ("dense_backward", (64, 64, 8, 3)): 1.0}
+    found, card = tuned(FEW, prices, kernels=kernels)
+    assert len(card.prepared) == kernels - 1
+    assert (found.weights_backward == (64, 64, 8, 3)) == (kernels > 1)
+    assert found.dense_backward == FEW.dense_backward
+
+
+def test_every_candidate_is_an_entry_that_the_kernels_allow():
+    for start in (FEW, MANY):
+        for precision in ("bf16", "tf32", "fp32"):
+            for what in SEARCHED:
+                found = candidates(what, start, precision)
+                assert len(found) > 1
+                for one in found:
+                    assert one.lanes == start.lanes
+                    assert 512 % one.dense.size == 512 % one.head.size == 64 % one.dense_backward.size == 0
+
+
+def test_entries_are_timed_at_lanes_that_use_them():
+    entries = shipped_table((9, 0), "bf16").entries
+    below = 0
+    for entry in entries:
+        assert below < lanes_of(entry) <= entry.lanes
+        below = entry.lanes
+    assert lanes_of(entries[-1]) > EXACT
