@@ -5,7 +5,7 @@ BIN := .venv/bin
 .DEFAULT_GOAL := help
 TESTS := $(BIN)/python -m pytest
 
-.PHONY: help setup demo check test test-slow lint format bench clean
+.PHONY: help setup demo check test test-slow kernels lint format bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -18,6 +18,9 @@ help:  ## list the targets
 
 .venv/.dev: .venv/.base
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@# The older of the two versions that the kernels support, to compile them with both. Triton exists for Linux only.
+	[ "$$(uname)" != Linux ] || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target .venv/triton-3.6 'triton==3.6.*'
 	@touch $@
 
 setup: .venv/.dev  ## make .venv with everything for development
@@ -34,6 +37,10 @@ test: lint  ## everything: linters, types, layers, tests, the built wheel
 
 test-slow: .venv/.dev  ## what takes minutes: the paper's CNN on real Fashion-MNIST (needs FEDOBP_DATA)
 	$(TESTS) -m slow
+
+kernels: .venv/.dev  ## compile every kernel in every tile shape for every card, with both versions of Triton: an hour
+	$(BIN)/python tests/compile_kernels.py --all
+	PYTHONPATH=.venv/triton-3.6 $(BIN)/python tests/compile_kernels.py --all
 
 lint: .venv/.dev  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

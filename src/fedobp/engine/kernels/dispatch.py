@@ -1,5 +1,6 @@
 """Whether the fused kernels are used for a model, on a device, in a precision; and why not."""
 
+import os
 import warnings
 from functools import cache
 from importlib import import_module
@@ -108,6 +109,8 @@ def triton_problem(*, launches: bool = True) -> str | None:
         triton = import_module("triton")
         if tuple(map(int, triton.__version__.split(".")[:2])) < _OLDEST_TRITON:
             return f"the fused kernels need Triton 3.6 or newer, and this is {triton.__version__} (update torch)"
+        if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+            return "the fused kernels cannot be compiled while TRITON_INTERPRET is set (unset it)"
         if launches:
             triton.runtime.driver.active.utils  # builds the launcher with the machine's C compiler  # noqa: B018
     except ImportError:

@@ -1,0 +1,130 @@
+"""`fedobp doctor` and `fedobp tune`. Kernels are compiled in processes of their own: here they are interpreted."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from fedobp import doctor
+from fedobp.engine.kernels.cards import Card
+from fedobp.engine.kernels.tiles import shipped_table
+from fedobp.engine.kernels.tuning import Timing, Tuned
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a card")
+CARD = Card((8, 9), 99 * 1024, "NVIDIA L4")
+
+
+def test_a_machine_without_a_card(command):
+    said = command("doctor")
+    assert (said.code, said.err) == (0, "")
+    for text in ("packages", f"torch {torch.__version__}", "no card that torch", "off: there is no card", "digits"):
+        assert text in said.out
+    assert len(said.out.splitlines()) < 30  # one screen
+
+
+def test_json_holds_all_of_it(command, tmp_path):
+    found = command("doctor", "--json").json
+    assert found["packages"]["torch"] == torch.__version__
+    assert found["device"] is None
+    assert found["kernels"] is None
+    assert found["data"] == {"folder": str(tmp_path / "data"), "problem": None, "datasets": ["digits"]}
+    assert found["disk"][str(tmp_path)] > 0
+    assert 0 < found["memory"]["free"] <= found["memory"]["total"]
+
+
+def test_a_data_folder_that_cannot_be_read_is_said(command, tmp_path):
+    (tmp_path / "data").write_text("a file")
+    assert command("doctor", "--json").json["data"]["datasets"] == ["digits"]
+
+
+@pytest.fixture
+def process(ran, tmp_path):
+    """Run the command line in a process that compiles kernels, with an empty cache of tables."""
+
+    def call(*arguments, **environment):
+        kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        return ran("-m", "fedobp", *arguments, env={**kept, "XDG_CACHE_HOME": str(tmp_path), **environment})
+
+    return call
+
+
+def test_a_card_that_is_not_there(process):
+    said = process("doctor", "--card", "8.6", "--json")
+    assert (said.code, said.err) == (0, "")
+    kernels = json.loads(said.out)["kernels"]
+    assert kernels["on"]
+    assert kernels["why"] == "every kernel compiles, fits and has no race (compiled, not run)"
+    assert kernels["hazards"] == "a race cannot occur: products read registers on this card"
+    assert kernels["table"]["source"] == "default"
+    names = {one["kernel"] for one in kernels["kernels"]}
+    assert {"conv1", "conv2", "dense", "head", "dense_backward", "conv2_inputs", "weights_backward", "update"} <= names
+    assert all(0 <= one["shared_memory"] <= 99 * 1024 and not one["problems"] for one in kernels["kernels"])
+
+
+def test_without_triton_it_says_what_is_missing(process, tmp_path):
+    """As in a plain install with a CPU build of torch."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['triton'] = None\n")
+    said = process("doctor", "--card", "9.0", PYTHONPATH=str(tmp_path))
+    assert (said.code, said.err) == (0, "")
+    assert "off in bf16: the fused kernels need Triton, which is not installed (pip install" in " ".join(
+        said.out.split()
+    )
+    assert "shipped, hash" in said.out
+
+
+def test_interpreted_kernels_are_not_compiled(command):
+    assert "while TRITON_INTERPRET is set" in command("doctor", "--card", "8.0", "--json").json["kernels"]["why"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["doctor", "--card", "7.5"], "--card 7.5 is no compute capability that is known: 8.0,"),
+        (["doctor", "--precision", "bf61"], "did you mean 'bf16'"),
+        (["tune", "--precision", "fp64"], "unknown value of --precision"),
+        (["tune", "--seconds", "-1"], "--seconds must be between 0 and 86,400"),
+        (["tune", "--seconds", "nan"], "--seconds must be between 0 and 86,400"),
+        (["tune"], "fedobp tune needs a CUDA card that torch can use, and there is none here"),
+        (["run", "--kernels", "of"], "unknown value of --kernels"),
+        (["run", "--kernels", "on"], "--kernels on needs a CUDA device: use --kernels auto"),
+        (["run", "--kernels", "on", "--engine", "serial"], "--kernels on needs the engine lanes"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(arguments, sentence, command, tmp_path):
+    said = command(*arguments)
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith("error: ")
+    assert len(said.err.splitlines()) == 1
+    assert sentence in said.err
+    assert not list(tmp_path.rglob("config.toml"))
+
+
+def test_the_table_of_a_search(command, monkeypatch, tmp_path):
+    table = shipped_table((9, 0), "bf16")
+    timings = [
+        Timing(1, 50.0, 45.5, {"conv1": 3.5, "update": 2.0}),
+        Timing(160, 1500.0, 1423.0, {"conv1": 139.0, "update": 65.0}),
+    ]
+    asked = []
+
+    def tune(card, precision, device, seconds, start):
+        asked.append((card, precision, seconds, start))
+        return Tuned(table, 12.0, tmp_path / "tiles.json" if seconds else None, timings)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("fedobp.engine.kernels.tuning.tune", tune)
+    monkeypatch.setattr(doctor, "card_of", lambda device: CARD)
+    monkeypatch.setattr(doctor, "triton_problem", lambda: None)
+    monkeypatch.setattr(doctor, "known_table", lambda card, precision: table)
+    said = command("tune")
+    assert said.code == 0
+    for text in ("lanes", "45.5", "50.0", "139.0", "NVIDIA L4, bf16, 12 s", f"Table {table.hash}: kept in"):
+        assert text in said.out
+    found = command("tune", "--seconds", "0", "--precision", "tf32", "--json").json
+    assert found["file"] is None
+    assert found["table"]["hash"] == table.hash
+    assert [one["lanes"] for one in found["timings"]] == [1, 160]
+    assert asked == [(CARD, "bf16", 600.0, None), (CARD, "tf32", 0.0, table)]
+    monkeypatch.setattr(doctor, "triton_problem", lambda: "the fused kernels need Triton 3.6 or newer")
+    assert "error: the fused kernels need Triton 3.6 or newer" in command("tune").err
