@@ -70,7 +70,7 @@ def test_without_triton_it_says_what_is_missing(process, tmp_path):
     assert "off in bf16: the fused kernels need Triton, which is not installed (pip install" in " ".join(
         said.out.split()
     )
-    assert "shipped, hash" in said.out
+    assert "shipped with fedobp, hash" in said.out
 
 
 def test_interpreted_kernels_are_not_compiled(command):

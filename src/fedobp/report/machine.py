@@ -8,6 +8,12 @@ from rich.table import Table
 
 from fedobp.report.result_table import ResultTable
 
+_SOURCES = {
+    "shipped": "shipped with fedobp",
+    "tuned": "tuned on this machine",
+    "default": "default, from which the first run tunes for up to a minute",
+}
+
 
 def _gigabytes(count: float) -> str:
     return f"{count / 2**30:,.1f} GiB"
@@ -53,7 +59,7 @@ def _kernel_rows(kernels: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     rows = [
         ("card", f"{kernels['card']}, compute capability {kernels['capability']}, {shared}"),
         ("kernels", f"{'on' if kernels['on'] else 'off'} in {kernels['precision']}: {kernels['why']}"),
-        ("tile table", f"{kernels['table']['source']}, hash {kernels['table']['hash']}"),
+        ("tile table", f"{_SOURCES[kernels['table']['source']]}, hash {kernels['table']['hash']}"),
     ]
     if kernels["hazards"]:
         rows.append(("race check", kernels["hazards"]))

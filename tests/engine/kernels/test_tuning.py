@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import pytest
 
@@ -33,9 +35,9 @@ class Card:
         return self.left
 
 
-def tuned(start, prices, precision="bf16", kernels=math.inf):
-    card = Card(prices, kernels)
-    return search(start, precision, card.price, card.prepare, card.seconds_left), card
+def tuned(start, prices, kernels=math.inf):
+    card, shapes = Card(prices, kernels), partial(candidates, precision="bf16", capability=(9, 0))
+    return search(start, shapes, card.price, card.prepare, card.seconds_left), card
 
 
 def test_the_fastest_shape_of_each_kernel_is_found():
@@ -65,7 +67,7 @@ def test_shapes_in_use_stay_where_none_is_faster():
 
 def test_shapes_that_cannot_be_used_are_skipped():
     """An infinite price: it does not compile, does not fit, or has a race."""
-    broken = {("conv2", tuple(one.conv2)): math.inf for one in [FEW, *candidates("conv2", FEW, "bf16")]}
+    broken = {("conv2", tuple(one.conv2)): math.inf for one in [FEW, *candidates("conv2", FEW, "bf16", (9, 0))]}
     found, _ = tuned(FEW, {**broken, ("conv2", (32, 0, 8, 4)): 3.0})
     assert found.conv2 == (32, 0, 8, 4)
     found, _ = tuned(FEW, broken)
@@ -84,9 +86,11 @@ def test_the_search_ends_with_its_time(kernels):
 def test_every_candidate_is_an_entry_that_the_kernels_allow():
     for start in (FEW, MANY):
         for precision in ("bf16", "tf32", "fp32"):
-            for what in SEARCHED:
-                found = candidates(what, start, precision)
+            for what, major in product(SEARCHED, (8, 10)):
+                found = candidates(what, start, precision, (major, 0))
                 assert len(found) > 1
+                if major == 10 and precision != "bf16":
+                    assert what != "weights_backward" or {one.weights_backward.warps for one in found} == {2}
                 for one in found:
                     assert one.lanes == start.lanes
                     assert 512 % one.dense.size == 512 % one.head.size == 64 % one.dense_backward.size == 0

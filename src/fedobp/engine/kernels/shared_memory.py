@@ -1,9 +1,9 @@
-"""The shared memory that Triton allocates for a kernel, bounded from above, and tiles that fit a card's limit.
+"""An upper bound of the shared memory that Triton allocates for a kernel, and tiles that fit a card's limit.
 
-Triton keeps in shared memory: the operands of a loop's products, which are copied asynchronously, once for each stage;
-operands that a loop reuses; and the scratch in which tiles change their layout. The bounds count what each kernel needs
-of these. They hold for every term of the update and every trained part, on cards of compute capability 8.0 to 12.x, in
-Triton 3.6 and 3.7.
+Triton keeps in shared memory: operands of a loop's products, which are copied asynchronously, several tiles ahead;
+operands that all iterations use; and the scratch in which tiles change their layout. Each bound counts what one kernel
+needs of these, for any terms of the update and any trained part. How many tiles are copied ahead, and how much scratch
+there is, was found by compiling tiles of up to 128 rows for capabilities 8.0 to 12.1 by Triton 3.6 and 3.7.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,19 @@ if TYPE_CHECKING:
 
 Capability = tuple[int, int]
 
-_SLACK = 1024  # barriers, and the scratch of sums over rows
-_TEST_BATCH = 64  # `dense` evaluates batches of this size with the tiles of training
-_LEAST = 16  # of a dimension of a product
+_SLACK = 1024  # barriers, and aligning what follows them
+_TEST_BATCH = 64  # of evaluation, which uses the tiles of training
+_LEAST = 16  # a product's smallest dimension
 _LEAST_DEPTH = {"dense": _LEAST, "dense_backward": _LEAST, "conv2_inputs": 1, "weights_backward": _LEAST}
 
 
 def shared_bound(
     kernel: str, tile: Tile, shapes: "Shapes", precision: "KernelPrecision", capability: Capability | None = None
 ) -> int:
-    """Return a bound in bytes for a kernel (a field of `Tiles`), on cards of one compute capability or on all cards."""
+    """Return a bound in bytes for a kernel (a field of `Tiles`): on cards of a compute capability, or on every card.
+
+    The bound for every card can be twice that for cards 8.x and 12.x, which keep fewer tiles.
+    """
     majors = (8, 9, 10) if capability is None else (capability[0],)
     return max(_bound(kernel, tile, shapes, precision, major) for major in majors)
 
@@ -39,12 +42,13 @@ def fitting(
 ) -> Tiles:
     """Return the entry with tiles changed as little as possible, so that every bound is at most `limit` bytes.
 
-    Stages are reduced first, then rows, columns or depth are halved. A tile that fits is not changed.
+    Stages are reduced first, then rows, columns or depth are halved. A tile that fits is not changed; that of `dense`
+    must also fit when it evaluates. An entry that fits a batch of 64 and 128 classes fits any.
     """
     larger = replace(shapes, batch=max(shapes.batch, _TEST_BATCH))
 
     def fitted(kernel: str, tile: Tile) -> Tile:
-        sizes = larger if kernel == "dense" else shapes  # other bounds of the forward pass do not depend on the batch
+        sizes = larger if kernel == "dense" else shapes  # bounds of the convolutions do not depend on the batch
         for smaller in _smaller(kernel, tile):
             if shared_bound(kernel, smaller, sizes, precision, capability) <= limit:
                 return smaller
@@ -74,49 +78,53 @@ def _halved(number: int, least: int) -> list[int]:
 def _bound(kernel: str, tile: Tile, shapes: "Shapes", precision: "KernelPrecision", major: int) -> int:
     size, depth, warps, stages = tile
     batch, outputs, low = shapes.batch, shapes.outputs, 2 if precision == "bf16" else 4
-    # Products of 64 rows by four warps read operands from shared memory on cards 9.0 to 11.x (in tensor memory, from
-    # 10.0), while the next tile is copied: a copy more than stages that are ahead.
+    # On cards 9.x to 11.x, products of 64 rows by four warps read shared memory while the next tile is copied: one tile
+    # more. From 10.0 on, their sums are in tensor memory. Products of float32 (`ieee`) never do this.
     rows = {"dense": batch, "dense_backward": max(batch, depth), "weights_backward": 64}.get(kernel, size)
     direct = 9 <= major < 12 and rows >= 64 and warps >= 4 and precision != "fp32"
     tensor = direct and major >= 10
     ahead = max(1, stages - 1)
-    copies = max(1, stages) if direct else ahead
+    copies = stages if direct else ahead
 
     match kernel:
         case "conv1":
             weights, patch = 5 * 32 * 64 * low, size * 32 * low
-            # A patch outside of the pipeline, or the part of the sums [size, 64] that changes its layout at once.
+            # A patch outside of the pipeline, or the part of the sums [size, 64] that changes its layout at a time.
             scratch = size * 64 * 4 if precision == "fp32" else max(patch, size * 32 * warps)
             if depth == 1 or stages == 1:  # a loop that is not pipelined
                 return weights + scratch + _SLACK
-            # Two products read each of the four patches in the middle: with tensor memory these have one copy more.
+            # Two products read each of the four patches in the middle: with tensor memory, one tile more of these.
             return weights + (6 * copies + 4 * tensor) * patch + scratch + _SLACK
         case "conv2":
+            # A tap's weights, and the pixels of the four positions.
             return copies * (64 * 32 + 4 * size * 32) * low + _SLACK
         case "dense":
-            # Weights are float32; those of the head after the loop too, where they change their layout.
+            # Weights are copied as float32. After the loop: hidden values and the head's weights, then logits.
             loop = copies * (batch * depth * low + depth * size * 4)
             return max(loop, batch * size * low + outputs * size * 4, batch * outputs * 4) + _SLACK
         case "head":
+            # No loop: the operands of both products, and the scratch of the largest tile in float32.
             operands = (batch * outputs + batch * size + outputs * size) * low
             return operands + 4 * max(batch * outputs, batch * size, outputs * size) + _SLACK
         case "dense_backward":
             x, dh, theta = batch * size * low, batch * depth * low, depth * size * 4
-            # `dh` is also transposed. The scratch is that of `theta`, or of the transposed `dh`.
+            # The scratch of weights, or of `dh`, which is also transposed.
             found = x + max(copies, 1 + direct) * dh + ahead * theta + max(dh, theta)
             if tensor:
-                # A term of the update, such as the velocity, becomes the initial sum of a product: copied like `theta`.
-                # Operands that tensor memory cannot transpose have a copy of their own.
-                found = max(found, 2 * x + (stages - 1) * (dh + 2 * theta) + 2 * dh + depth * size * low)
+                # The product still reads `dh` in the next iteration: three tiles, two of them transposed. A term of
+                # the update, such as the velocity, becomes the product's initial sum, and is copied like `theta`.
+                weights = 2 * (stages - 1) * theta + depth * size * low
+                found = max(found, x + max(3, stages) * dh + weights + min(theta, depth * 16 * warps))
             return found + _SLACK
         case "conv2_inputs":
-            return copies * (size + 32 * depth**2) * 64 * low + _SLACK
+            columns = 32 * depth**2
+            return max(copies * (size + columns) * 64, size * columns) * low + _SLACK  # the loop, or the result
         case "weights_backward":
-            # Patches (for the upper and the lower positions), gradients and the argmax; the unpooled gradients of both
-            # positions, with their scratch.
+            # conv1: patches for the upper and the lower positions, gradients and the argmax, in bytes; and the unpooled
+            # gradients, with their scratch. conv2: gradients and pixels. After the loop: sums, transposed.
             first = copies * size * (2 * (128 + 32) * low + 32 * low + 32) + 2 * 64 * size * low
             second = copies * depth * (64 + 128 + 32) * low
-            return max(first, second, 64 * 128 * 4) + _SLACK  # the last: the float32 sums, transposed after the loop
+            return max(first, second, 64 * 128 * 4) + _SLACK
     raise ValueError(f"no kernel {kernel}")
 
 

@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import triton
 
 from fedobp.engine.kernels import cache
 from fedobp.engine.kernels.cards import Card
@@ -59,13 +60,15 @@ class Tuned:
     timings: list[Timing]
 
 
-def candidates(what: str, tiles: Tiles, precision: str) -> list[Tiles]:
+def candidates(what: str, tiles: Tiles, precision: str, capability: tuple[int, int]) -> list[Tiles]:
     """Return an entry with the shapes to try for one kernel, or with other numbers of partial sums."""
     few = tiles.lanes <= EXACT
     if what == "splits":
         return [replace(tiles, splits=splits) for splits in _SPLITS[few]]
     # With two warps Triton uses the older matrix instruction, which reads float32 operands in any layout.
     warps = (4, 8) if precision == "bf16" else (2, 4, 8)
+    # Triton 3.6 compiles this kernel for 10.0 with two warps only, 3.7 in bf16 with more.
+    few_warps = capability[0] == 10 and (precision != "bf16" or triton.__version__.startswith("3.6."))
     grids: dict[str, tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]] = {
         "conv1": ((64,), (1,) if few else (2, 7, 14), warps, (2, 3)),
         "conv2": ((16, 32, 64) if few else (32, 64), (0,), warps, (2, 3, 4)),
@@ -73,14 +76,14 @@ def candidates(what: str, tiles: Tiles, precision: str) -> list[Tiles]:
         "head": ((32, 64, 128, 256), (0,), (4, 8), (2,)),
         "dense_backward": ((16, 32, 64) if few else (64,), (64, 128), warps, (2, 3)),
         "conv2_inputs": ((64, 128), (1, 2), warps, (2, 3, 4)),
-        "weights_backward": ((32, 64), (32, 64), (2, 4, 8), (2, 3)),
+        "weights_backward": ((32, 64), (32, 64), (2,) if few_warps else (2, 4, 8), (2, 3)),
     }
     return [replace(tiles, **{what: Tile(*shape)}) for shape in product(*grids[what])]  # type: ignore[arg-type]
 
 
 def search(
     start: Tiles,
-    precision: str,
+    candidates: Callable[[str, Tiles], Sequence[Tiles]],
     price: Price,
     prepare: Callable[[str, Sequence[Tiles], float], None],
     seconds_left: Callable[[], float],
@@ -95,7 +98,7 @@ def search(
         left = seconds_left()
         if left <= 0:
             break
-        entries = list(dict.fromkeys([best, *candidates(what, best, precision)]))
+        entries = list(dict.fromkeys([best, *candidates(what, best)]))
         prepare(what, entries, left)
         prices = [price(entry, what) for entry in entries]
         best = entries[prices.index(min(prices))]
@@ -231,7 +234,8 @@ def tune(
         until = 0.9 * seconds * (at + 1) / len(start.entries)
         bench = Bench(card, precision, lanes_of(entry), device)
         before = bench.step_time(entry)
-        best = search(entry, precision, bench.price, bench.prepare, partial(seconds_left, until))
+        shapes = partial(candidates, precision=precision, capability=card.capability)
+        best = search(entry, shapes, bench.price, bench.prepare, partial(seconds_left, until))
         after = before if best == entry else bench.step_time(best)
         best = best if after < before else entry
         entries.append(best)
