@@ -60,7 +60,7 @@ def diagnosis(card: Card, precision: "KernelPrecision", *, present: bool) -> dic
 def _table(card: Card, precision: str) -> Table:
     """Return the table that a run would use; where it would tune first, what it would start from."""
     known = known_table(card, precision) if find_spec("triton") else shipped_table(card.capability, precision)
-    return known or default_table(card.capability, precision)
+    return known or default_table(card.capability)
 
 
 def _compiled(card: Card, table: Table, precision: "KernelPrecision") -> list[dict[str, Any]]:

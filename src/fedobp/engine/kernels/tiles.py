@@ -94,14 +94,15 @@ def shipped_table(capability: tuple[int, int], precision: str) -> Table | None:
     return Table(entries, "shipped") if entries else None
 
 
-def default_table(capability: tuple[int, int], precision: str) -> Table:
-    """Return a table that was not tuned: the shapes of 9.0, which are made to fit where they are used."""
-    entries = _HOPPER[precision]
-    if capability[0] == 10:
-        # With four warps Triton 3.6 does not compile this kernel for 10.0, and 3.7 not in tf32. With two, products
-        # read registers.
-        entries = tuple(replace(one, weights_backward=one.weights_backward._replace(warps=2)) for one in entries)
-    return Table(entries, "default")
+def default_table(capability: tuple[int, int]) -> Table:
+    """Return a table that was not tuned: small shapes, which suit no card best and fit every one."""
+    # With four warps Triton 3.6 does not compile this kernel for 10.0, and 3.7 not in tf32. With two, products read
+    # registers.
+    backward = Tile(32, 32, 2 if capability[0] == 10 else 4, 2)
+    small = Tiles(2, Tile(64, 1, 4, 2), Tile(32, 0, 4, 2), Tile(32, 64, 4, 3), Tile(64, 0, 4, 2), Tile(32, 64, 4, 2),
+                  Tile(64, 1, 4, 2), backward, (28, 5))  # fmt: skip
+    few = [replace(small, lanes=lanes) for lanes in (2, 6, EXACT)]
+    return Table((*few, replace(small, lanes=_MANY, conv1=Tile(64, 7, 4, 2), splits=(7, 2))), "default")
 
 
 def table_from_json(content: Any) -> Table:

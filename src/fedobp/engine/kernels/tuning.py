@@ -212,7 +212,7 @@ def lanes_of(entry: Tiles) -> int:
 
 def start_table(card: Card, precision: KernelPrecision) -> Table:
     """Return the table that a search starts from, made to fit."""
-    start = shipped_table(card.capability, precision) or default_table(card.capability, precision)
+    start = shipped_table(card.capability, precision) or default_table(card.capability)
     return Table(fitting_table(start.entries, _SHAPES, precision, card), start.source)
 
 
