@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -96,6 +97,19 @@ def spills(kernel):
     return int(re.search(r"STACK:(\d+)", usage)[1])  # these kernels use the stack for nothing else
 
 
+def tables(everything, capability, precision):
+    """A card's tables: where it has none of its own, with --all also that of 9.0, whose shapes tuning may find."""
+    own, hopper = shipped_table(capability, precision), shipped_table((9, 0), precision)
+    if not own and everything:
+        warps = 2 if capability[0] == 10 else None  # with more the compiler fails
+        entries = [
+            replace(one, weights_backward=one.weights_backward._replace(warps=warps or one.weights_backward.warps))
+            for one in hopper.entries
+        ]
+        yield replace(hopper, entries=tuple(entries))
+    yield own or default_table(capability)
+
+
 def steps(everything, precision, table):
     """The configurations, entries and kinds of lanes to compile."""
     last = table.entries[-1]
@@ -127,12 +141,11 @@ def main():
         Launch.__call__ = lambda launch, compiler=compiler: compiler.check(launch)  # custom losses launch kernels
         compiler.check_specimens()
         for precision in ("bf16", "tf32", "fp32") if given.all else ("bf16",):
-            capability = compiler.card.capability
-            table = shipped_table(capability, precision) or default_table(capability, precision)
-            for config, entry, padded in steps(given.all, precision, table):
-                compiler.check_step(config, entry, padded)
-            for shapes, lanes in ((CIFAR, 1), (CIFAR, 20), (MNIST, 10)) if given.all else ((MNIST, 20),):
-                compiler.check_custom_losses(shapes, table, precision, lanes)
+            for table in tables(given.all, compiler.card.capability, precision):
+                for config, entry, padded in steps(given.all, precision, table):
+                    compiler.check_step(config, entry, padded)
+                for shapes, lanes in ((CIFAR, 1), (CIFAR, 20), (MNIST, 10)) if given.all else ((MNIST, 20),):
+                    compiler.check_custom_losses(shapes, table, precision, lanes)
         vector, index = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
         compiler.check(Launch(arrange, (1, 1), (vector, vector, index, 878538, 881696, 1024)))
         masks = vector.to(torch.uint8), vector.to(torch.int8)

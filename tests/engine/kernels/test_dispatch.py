@@ -72,7 +72,7 @@ class Machine:
     def tune(self, card, precision, device, seconds):
         self.asked.append("tune")
         assert (card, seconds) == (self.card, 60)
-        table = Table(default_table(card.capability, precision).entries[-1:], "tuned")
+        table = Table(default_table(card.capability).entries[-1:], "tuned")
         path = cache.save("tiles", cache.key_for(card, precision), table.to_json())
         return Tuned(table, 48.2, path, [])
 
@@ -123,7 +123,7 @@ def test_a_card_without_a_table_is_tuned_once(machine):
 
 
 def test_the_users_own_table_comes_before_the_shipped_one(machine):
-    own = Table(default_table((9, 0), "bf16").entries[-1:], "tuned")
+    own = Table(default_table((9, 0)).entries[-1:], "tuned")
     path = cache.save("tiles", cache.key_for(machine.card, "bf16"), own.to_json())
     assert fused_for(CNN, 32, "bf16", "auto", CUDA).tiles == own.entries
     path.write_text(path.read_text().replace("conv1", "conv9"))
