@@ -5,6 +5,7 @@
     python benchmarks/kernels.py baselines                       # against the general path and the serial engine
     python benchmarks/kernels.py profile                         # a round, kernel by kernel
     python benchmarks/kernels.py start                           # from the first CUDA call to the first step
+    python benchmarks/kernels.py first-use                       # the shipped table against what a first use finds
 
 With $FEDOBP_DATA the images are real; without it they are noise of the same shape and number, and accuracies are
 meaningless. The time of a run includes all rounds and evaluations, and the capture of its graphs; loading the data and
@@ -13,6 +14,7 @@ compiling kernels, which a process does once, are shown separately.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -34,7 +36,8 @@ from fedobp import Config, sweep
 from fedobp.bench import clock, evaluate, noise, stand_in, steps_by_round, train
 from fedobp.data import data_dir
 from fedobp.engine import Budget, ClientJob
-from fedobp.engine.kernels import fused_for
+from fedobp.engine.kernels import dispatch, tuning
+from fedobp.engine.kernels.cards import card_of
 from fedobp.grouping import engine_for
 from fedobp.options import Precision
 from fedobp.sampling import cohorts
@@ -118,17 +121,16 @@ def baselines(config: Config) -> None:
     sampled = list(cohorts(config))
     steps = steps_by_round(config, data, sampled)
     lanes, serial = replace(config, engine="lanes"), replace(config, engine="serial")
-    ways = {"kernels": (lanes, 20, fused_for), "general path": (lanes, 20, lambda *_: None)}
-    for name, (chosen, count, kernels) in {**ways, "serial engine": (serial, 4, fused_for)}.items():
+    ways = {"kernels": (lanes, 20), "general path": (replace(lanes, kernels="off"), 20), "serial engine": (serial, 4)}
+    for name, (chosen, count) in ways.items():
         rounds = range(config.rounds // count // 2, config.rounds, config.rounds // count)
-        with patch("fedobp.engine.lanes.engine.fused_for", kernels):
-            engine = engine_for(chosen, model)
-            simulation = start(federation, engine, Budget())
-            jobs = [[job(simulation, at + 1, sampled[at])] for at in rounds]
-            train(engine, [simulation], jobs[:1] if chosen is serial else jobs)  # warm-up: libraries, graphs
-            took = train(engine, [simulation], jobs)
-            evaluate(engine, federation.plan(config, federation.method))
-            tested = evaluate(engine, federation.plan(config, federation.method))
+        engine = engine_for(chosen, model)
+        simulation = start(federation, engine, Budget())
+        jobs = [[job(simulation, at + 1, sampled[at])] for at in rounds]
+        train(engine, [simulation], jobs[:1] if chosen is serial else jobs)  # warm-up: libraries, graphs
+        took = train(engine, [simulation], jobs)
+        evaluate(engine, federation.plan(config, federation.method))
+        tested = evaluate(engine, federation.plan(config, federation.method))
         each = took / sum(steps[at] for at in rounds)
         estimated = each * sum(steps) + config.rounds / config.eval_every * tested
         print(f"{name}: {each * sum(steps) / config.rounds * 1e3:.1f} ms a round, {1 / each:,.0f} client-steps/s, an "
@@ -136,12 +138,38 @@ def baselines(config: Config) -> None:
 
 
 def start_up(precision: Precision) -> None:
-    """Time a new process from its first CUDA call to the end of its first step, twice: the second has a warm cache."""
-    for name in ("first", "second"):
-        done = subprocess.run(
-            [sys.executable, __file__, "step", "--precision", precision], capture_output=True, text=True
-        )
-        print(f"{name} start: {done.stdout.strip() or done.stderr[-500:]}", flush=True)
+    """Time a new process from its first CUDA call to the end of its first step: with empty caches, and with these."""
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "XDG_CACHE_HOME": folder}
+        for name in ("first", "second", "third"):
+            done = subprocess.run(
+                [sys.executable, __file__, "step", "--precision", precision],
+                capture_output=True, text=True, env={**os.environ, **caches},
+            )  # fmt: skip
+            print(f"{name} start: {done.stdout.strip() or done.stderr[-500:]}", flush=True)
+
+
+def first_use(precision: Any) -> None:
+    """Time a step with the shipped table, and with what a first use finds on a card that has none."""
+    card = card_of(DEVICE)
+    shipped = tuning.tune(card, precision, DEVICE, 0, dispatch.known_table(card, precision))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.dict("os.environ", {"XDG_CACHE_HOME": folder}),
+        patch.object(dispatch, "shipped_table", return_value=None),
+        patch.object(tuning, "shipped_table", return_value=None),
+    ):
+        begun = time.perf_counter()
+        table = dispatch.table_for(card, precision, DEVICE)
+        took = time.perf_counter() - begun
+        found = tuning.tune(card, precision, DEVICE, 0, table)
+    print(f"{card.name}, {precision}: tuned in {took:.1f} s from the default table; {shipped.table.source} table for "
+          "comparison")  # fmt: skip
+    tuned = {one.lanes: one.step for one in found.timings}
+    for one in shipped.timings:
+        change = tuned[one.lanes] / one.step - 1
+        print(f"  a step of {one.lanes} lanes: {one.step:.1f} us with the shipped table, {tuned[one.lanes]:.1f} us with "
+              f"the tuned one ({change:+.1%})", flush=True)  # fmt: skip
 
 
 def step(precision: Precision) -> None:
@@ -164,7 +192,7 @@ def step(precision: Precision) -> None:
 def main() -> None:
     """Run one section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("section", choices=["run", "baselines", "profile", "start", "step"])
+    parser.add_argument("section", choices=["run", "baselines", "profile", "start", "step", "first-use"])
     parser.add_argument("--runs", default="1", help="how many runs side by side; several numbers: 1,16")
     parser.add_argument("--rounds", type=int, default=400)
     parser.add_argument("--dataset", default="cifar10")
@@ -173,8 +201,9 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--finetune-epochs", type=int, default=0)
     given = parser.parse_args()
-    if given.section in ("start", "step"):
-        (start_up if given.section == "start" else step)(given.precision)
+    alone = {"start": start_up, "step": step, "first-use": first_use}
+    if given.section in alone:
+        alone[given.section](given.precision)
         return
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {date.today():%d %B %Y}")
     with tempfile.TemporaryDirectory() as folder:
