@@ -168,8 +168,8 @@ def first_use(precision: Any) -> None:
     tuned = {one.lanes: one.step for one in found.timings}
     for one in shipped.timings:
         change = tuned[one.lanes] / one.step - 1
-        print(f"  a step of {one.lanes} lanes: {one.step:.1f} us with the shipped table, {tuned[one.lanes]:.1f} us with "
-              f"the tuned one ({change:+.1%})", flush=True)  # fmt: skip
+        print(f"  a step of {one.lanes} lanes: {one.step:.1f} us with the shipped table, {tuned[one.lanes]:.1f} us "
+              f"with the tuned one ({change:+.1%})", flush=True)  # fmt: skip
 
 
 def step(precision: Precision) -> None:

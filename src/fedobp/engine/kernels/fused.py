@@ -186,13 +186,12 @@ class Fused:
     def _compile(self, config: StepConfig, lanes: int, data: FederatedData) -> None:
         """Compile all kernel variants that steps of up to `lanes` lanes need, and check them.
 
-        The first time also those that an evaluation of all clients will need: they compile in parallel.
+        Training also compiles what an evaluation of all clients will need, because all of it compiles in parallel.
         """
         if self._device.type != "cuda":
             return
         needed = {config: lanes}
-        if not self._compiled:
-            needed.setdefault(self._evaluation, data.clients)
+        needed[self._evaluation] = max(lanes, data.clients)
         samples, found = Samples(data.x[:1], data.y[:1]), list[Launch]()
         for one, most in needed.items():
             buffers = Buffers(one, 1, 1, self._splits(one), self._device)
