@@ -13,7 +13,7 @@ from fedobp.config import Config
 
 _BENCH_SETTINGS = (
     "dataset", "data_dir", "clients", "alpha", "model", "rounds", "participation", "epochs", "batch_size", "device",
-    "precision",
+    "precision", "kernels",
 )  # fmt: skip
 
 
