@@ -49,9 +49,8 @@ class Compiler:
         if launch.variant in self.seen:
             return
         self.seen.add(launch.variant)
-        numbers = [one for one in launch.args if not isinstance(one, torch.Tensor)]
         name = name or launch.kernel.__name__
-        about = f"{self.card.version}: {name}, {launch.warps} warps, {launch.stages} stages, {numbers}"
+        about = f"{self.card.version}: {name}, {launch.warps} warps, {launch.stages} stages, {launch.constants}"
         try:
             kernel = launch.compiled_for(self.card.capability)
             self.wrong += [f"{about} {problem}" for problem in problems(kernel, self.card)]
@@ -147,9 +146,9 @@ def main():
                 for shapes, lanes in ((CIFAR, 1), (CIFAR, 20), (MNIST, 10)) if given.all else ((MNIST, 20),):
                     compiler.check_custom_losses(shapes, table, precision, lanes)
         vector, index = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
-        compiler.check(Launch(arrange, (1, 1), (vector, vector, index, 878538, 881696, 1024)))
+        compiler.check(Launch(arrange, (1, 1), (vector, vector, index, 878538, 881696), (1024,)))
         masks = vector.to(torch.uint8), vector.to(torch.int8)
-        compiler.check(Launch(arrange, (1, 1), (*masks, index, 878538, 881696, 1024)))
+        compiler.check(Launch(arrange, (1, 1), (*masks, index, 878538, 881696), (1024,)))
         sys.stdout.write(
             f"Triton {triton.__version__}, {version}: {len(compiler.seen)} kernels, at most {compiler.largest} bytes "
             f"of shared memory, {len(compiler.wrong)} problems\n"

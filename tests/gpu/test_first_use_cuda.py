@@ -88,10 +88,10 @@ def test_a_race_is_refused():
         pytest.skip("products read registers on this card")
     data = torch.zeros(8 * 64 * 64, dtype=torch.bfloat16, device=DEVICE)
     out = torch.zeros(64 * 64, device=DEVICE)
-    launches = {}
-    for name, one in specimens(CARD.capability).items():
-        tensors = [out if value.dtype == torch.float32 else data for value in one.args[:-1]]
-        launches[name] = type(one)(one.kernel, one.grid, (*tensors, one.args[-1]))
+    launches = []
+    for one in specimens(CARD.capability).values():
+        tensors = tuple(out if value.dtype == torch.float32 else data for value in one.args)
+        launches.append(replace(one, args=tensors))
     with pytest.raises(FedobpError, match="is overwritten while a product reads it"):
         compile_all(launches, DEVICE, CARD)
 
@@ -104,7 +104,7 @@ def test_runs_record_their_table_and_repeat_to_the_same_bytes(tmp_path):
         federation = Federation.from_data(x, y, config=replace(config, kernels=kernels))
         federation.run("fedobp", out=tmp_path / name)
     heads = {name: (tmp_path / name / "config.toml").read_text() for name in "abc"}
-    assert f"tile table {tuning.start_table(CARD, 'bf16').hash}" in heads["a"]
+    assert f"tile table {dispatch.known_table(CARD, 'bf16').hash}" in heads["a"]
     assert "tile table" not in heads["c"]
     same, other = (
         [(tmp_path / name / "metrics.jsonl").read_bytes() == (tmp_path / "a" / "metrics.jsonl").read_bytes()]

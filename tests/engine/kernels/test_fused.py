@@ -11,9 +11,10 @@ from kernel_cases import CASES, Case, Problem, fill_with_nan, rounded, rounded_l
 from engine.kernels.interpreted import LARGE, WITHOUT_GPU, interpreted
 from fedobp import Config, Federation
 from fedobp.data import Dataset, Shard
-from fedobp.engine.kernels.fused import Fused
-from fedobp.engine.kernels.step import StepConfig
-from fedobp.engine.kernels.tiles import Tile
+from fedobp.engine.kernels.cards import known_card
+from fedobp.engine.kernels.fused import Fused, graph_lanes
+from fedobp.engine.kernels.step import StepConfig, refresh
+from fedobp.engine.kernels.tiles import Tile, default_table
 from fedobp.resolution import resolve
 
 pytestmark = WITHOUT_GPU
@@ -183,3 +184,19 @@ def test_the_engine_with_kernels_equals_the_serial_one(monkeypatch):
     for client in range(2):
         for name, tensor in found["lanes"].state_dict(client).items():
             torch.testing.assert_close(tensor, found["serial"].state_dict(client)[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("part", ["all", None])
+def test_every_variant_that_steps_use_is_compiled_in_advance(part, precision):
+    """With the tables of a card, for every number of lanes that its buffers can hold."""
+    problem, card = Problem(Case(batch=32)), known_card("8.6")
+    fused = Fused(problem.model, 32, precision, default_table((8, 6)).entries, problem.device, card)
+    config = fused._evaluation if part is None else StepConfig(fused._shapes, precision, part)
+    for lanes in (1, 2, 3, 7, 16, 24):
+        cached = fused._buffers(config, lanes, 1, problem.data)
+        used = {one.variant for n in range(1, lanes + 1) for one in fused._launches(cached, graph_lanes(n)).values()}
+        used |= {refresh(config, cached.buffers, lanes, cached.samples).variant}
+        compiled = fused._variants(config, cached.buffers.lanes, problem.data)
+        assert used == set(compiled)
+        assert all(one.grid[-1] == 1 for one in compiled.values())

@@ -6,10 +6,14 @@ from functools import partial
 from itertools import product
 
 import pytest
+import torch
 
 from engine.kernels.interpreted import WITHOUT_GPU
+from fedobp.engine.kernels import tuning
+from fedobp.engine.kernels.cards import known_card
 from fedobp.engine.kernels.tiles import EXACT, Tile, shipped_table
 from fedobp.engine.kernels.tuning import SEARCHED, candidates, lanes_of, search
+from fedobp.progress import shown_by
 
 pytestmark = WITHOUT_GPU
 FEW, *_, MANY = shipped_table((9, 0), "bf16").entries
@@ -103,3 +107,51 @@ def test_entries_are_timed_at_lanes_that_use_them():
         assert below < lanes_of(entry) <= entry.lanes
         below = entry.lanes
     assert lanes_of(entries[-1]) > EXACT
+
+
+class Timed:
+    """In place of the bench on a card: a step takes 50 microseconds, and less with larger tiles of conv2."""
+
+    def __init__(self, card, precision, lanes, device):
+        self.lanes = lanes
+
+    def step_time(self, tiles):
+        return 50.0 - tiles.conv2.size / 16
+
+    def kernel_times(self, tiles):
+        return {"conv2": 50.0 - tiles.conv2.size / 16}
+
+    def prepare(self, what, entries, seconds):
+        assert seconds > 0
+
+    def price(self, tiles, what):
+        return self.step_time(tiles)
+
+
+def test_a_search_keeps_its_table_and_reports_its_progress(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tuning, "Bench", Timed)
+    card, seen = known_card("8.6"), []
+    with shown_by(lambda what, share: seen.append((what, share))):
+        found = tuning.tune(card, "bf16", torch.device("cuda"), 60.0)
+    start = tuning.start_table(card, "bf16")
+    assert start.source == "default"
+    assert [one.conv2.size for one in found.table.entries] == [64] * len(start.entries)
+    assert [replace(one, conv2=None) for one in found.table.entries] == [
+        replace(one, conv2=None) for one in start.entries
+    ]
+    assert [(one.lanes, one.before, one.step) for one in found.timings] == [(n, 48.0, 46.0) for n in (1, 4, 10, 160)]
+    assert tuning.cache.load("tiles", tuning.cache.key_for(card, "bf16")) is not None
+    assert seen
+    assert all(what.startswith("tuning kernels for RTX 30") and 0 <= share <= 1 for what, share in seen)
+    assert [share for _, share in seen] == sorted(share for _, share in seen)
+
+
+def test_without_time_only_the_table_in_use_is_timed(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tuning, "Bench", Timed)
+    table = shipped_table((9, 0), "bf16")
+    found = tuning.tune(known_card("9.0"), "bf16", torch.device("cuda"), 0, table)
+    assert (found.table, found.path) == (table, None)
+    assert len(found.timings) == len(table.entries)
+    assert not list(tmp_path.iterdir())

@@ -1,6 +1,6 @@
 """Compilation of kernels before their use: in parallel, each checked."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,8 +13,8 @@ from fedobp.engine.kernels.launches import Launch
 from fedobp.errors import FedobpError
 
 
-def compile_all(found: Mapping[Hashable, Launch], device: torch.device, card: Card | None) -> set[Hashable]:
-    """Launch each variant of a kernel once, in parallel, so that Triton compiles and loads it; return the variants.
+def compile_all(launches: Sequence[Launch], device: torch.device, card: Card | None) -> None:
+    """Launch kernels once, in parallel, so that Triton compiles and loads them.
 
     Triton's passes and the assembler run without Python's lock, so threads are enough. With a card, a kernel that has a
     race is refused. IR that cannot be read is no reason here: `--kernels on` allows it.
@@ -26,7 +26,7 @@ def compile_all(found: Mapping[Hashable, Launch], device: torch.device, card: Ca
             return one.kernel.__name__, one()
 
     with ThreadPoolExecutor() as pool:
-        compiled = list(pool.map(launch, found.values()))
+        compiled = list(pool.map(launch, launches))
     for name, kernel in compiled:
         try:
             wrong = problems(kernel, card) if card else []
@@ -34,4 +34,3 @@ def compile_all(found: Mapping[Hashable, Launch], device: torch.device, card: Ca
             continue
         if wrong:
             raise FedobpError(f"the kernel {name} cannot be used on this card: {'; '.join(wrong)}; use --kernels off")
-    return set(found)

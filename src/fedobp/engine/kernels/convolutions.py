@@ -137,7 +137,7 @@ class _Gradients(torch.autograd.Function):
         rows = 64
         Launch(
             backward.unpooled, (-(-batch * shapes.pooled2**2 // rows), lanes),
-            (gradient, arg2, d2, batch, shapes.pooled2, rows))()  # fmt: skip
+            (gradient, arg2, d2), (batch, shapes.pooled2, rows))()  # fmt: skip
         unused = torch.empty(lanes, dtype=torch.int32, device=image.device)
         sums1 = image.new_empty(lanes, splits1, SUMS1.value, dtype=torch.float32)
         sums2 = image.new_empty(lanes, splits2, TAPS2.value, dtype=torch.float32)

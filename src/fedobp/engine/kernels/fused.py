@@ -183,6 +183,17 @@ class Fused:
         tiles = next(tiles for tiles in self._tiles(cached.config.shapes) if lanes <= tiles.lanes)
         return launches(cached.config, cached.buffers, tiles, lanes, lanes > EXACT, cached.samples)
 
+    def _variants(self, config: StepConfig, lanes: int, data: FederatedData) -> dict[Hashable, Launch]:
+        """Return launches, on buffers of one lane, of all kernel variants that steps of up to `lanes` lanes may use."""
+        buffers = Buffers(config, 1, 1, self._splits(config), self._device)
+        samples = Samples(data.x[:1], data.y[:1])
+        found = [refresh(config, buffers, 1, samples)]
+        for below in sorted({0, EXACT, *(tiles.lanes for tiles in self._table)}):
+            if below < lanes:  # another variant begins at one lane more
+                tiles = next(tiles for tiles in self._tiles(config.shapes) if below < tiles.lanes)
+                found += launches(config, buffers, tiles, 1, below >= EXACT, samples).values()
+        return {one.variant: one for one in found}
+
     def _compile(self, config: StepConfig, lanes: int, data: FederatedData) -> None:
         """Compile all kernel variants that steps of up to `lanes` lanes need, and check them.
 
@@ -190,19 +201,10 @@ class Fused:
         """
         if self._device.type != "cuda":
             return
-        needed = {config: lanes}
-        needed[self._evaluation] = max(lanes, data.clients)
-        samples, found = Samples(data.x[:1], data.y[:1]), list[Launch]()
-        for one, most in needed.items():
-            buffers = Buffers(one, 1, 1, self._splits(one), self._device)
-            thresholds = sorted({0, EXACT, *(tiles.lanes for tiles in self._table)})  # variants begin at one lane more
-            for at in [lanes + 1 for lanes in thresholds if lanes < most]:
-                tiles = next(tiles for tiles in self._tiles(one.shapes) if at <= tiles.lanes)
-                found += launches(one, buffers, tiles, 1, at > EXACT, samples).values()
-            found.append(refresh(one, buffers, 1, samples))
-        self._compiled |= compile_all(
-            {one.variant: one for one in found if one.variant not in self._compiled}, self._device, self._card
-        )
+        needed = self._variants(config, lanes, data) | self._variants(self._evaluation, max(lanes, data.clients), data)
+        new = {variant: one for variant, one in needed.items() if variant not in self._compiled}
+        compile_all(list(new.values()), self._device, self._card)
+        self._compiled |= set(new)
 
     def _graph(self, cached: _CachedSteps, lanes: int, repeat: int) -> Callable[[], None]:
         """Return a function that takes `repeat` steps: a captured graph, or plain launches in Triton's interpreter."""
@@ -269,9 +271,8 @@ class Fused:
         source = source.contiguous()
         if source.dtype == torch.bool:
             source = source.view(torch.uint8)
-        Launch(
-            arrange, (-(-size // _BLOCK), lanes), (source, target, index, source.shape[1], target.shape[1], _BLOCK)
-        )()
+        args = source, target, index, source.shape[1], target.shape[1]
+        Launch(arrange, (-(-size // _BLOCK), lanes), args, (_BLOCK,))()
 
 
 def _term_bits(rule: Rule) -> int:

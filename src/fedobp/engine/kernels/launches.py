@@ -25,19 +25,20 @@ class Launch:
 
     kernel: Any
     grid: tuple[int, ...]
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # tensors, and numbers that the compiler does not know
+    constants: tuple[Any, ...]
     warps: int = 4
     stages: int = 3
 
     def __call__(self) -> Any:
         """Launch the kernel; the first launch compiles it. Return the compiled kernel."""
-        return self.kernel[self.grid](*self.args, num_warps=self.warps, num_stages=self.stages)
+        return self.kernel[self.grid](*self.args, *self.constants, num_warps=self.warps, num_stages=self.stages)
 
     @property
     def variant(self) -> Hashable:
         """What the compiler sees of it: launches of one variant share a compiled kernel."""
-        args = tuple(one.dtype if isinstance(one, Tensor) else one for one in self.args)
-        return self.kernel, args, self.warps, self.stages
+        types = tuple(one.dtype if isinstance(one, Tensor) else int for one in self.args)
+        return self.kernel, types, self.constants, self.warps, self.stages
 
     def compiled_for(self, capability: tuple[int, int]) -> Any:
         """Compile the kernel for a compute capability; no card is needed, and Triton caches the result."""
@@ -48,7 +49,7 @@ class Launch:
         signature: dict[str, str] = {}
         constants: dict[tuple[int], Any] = {}
         hints: dict[tuple[int], Any] = {}
-        for index, (parameter, value) in enumerate(zip(self.kernel.params, self.args, strict=True)):
+        for index, (parameter, value) in enumerate(zip(self.kernel.params, (*self.args, *self.constants), strict=True)):
             if parameter.is_constexpr:
                 signature[parameter.name], constants[index,] = "constexpr", value
             elif isinstance(value, Tensor):

@@ -39,7 +39,7 @@ def read_twice(a, b, c, out, TILES: tl.constexpr):
 def specimens(capability: tuple[int, int]) -> dict[str, Launch]:
     """Return the specimens for a compute capability by name."""
     tile, out = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
-    found = {"summed_too": Launch(summed_too, (1,), (tile, tile, out, 8))}
+    found = {"summed_too": Launch(summed_too, (1,), (tile, tile, out), (8,))}
     if capability[0] != 10 or not triton.__version__.startswith("3.6."):  # which does not compile it for 10.0
-        found["read_twice"] = Launch(read_twice, (1,), (tile, tile, tile, out, 8))
+        found["read_twice"] = Launch(read_twice, (1,), (tile, tile, tile, out), (8,))
     return found

@@ -112,15 +112,15 @@ def convolutions(config: StepConfig, buf: Any, tiles: Tiles, lanes: int, padded:
     rows, several, *options = tiles.conv1
     conv1 = Launch(
         forward.conv1, (-(-batch * pooled1**2 // (rows * several)), lanes),
-        (buf.x, buf.count, buf.step, buf.spread, buf.theta, buf.pooled1, buf.arg1,
-         size, batch, side, pooled1, rows, several, base, padded, product),
+        (buf.x, buf.count, buf.step, buf.spread, buf.theta, buf.pooled1, buf.arg1),
+        (size, batch, side, pooled1, rows, several, base, padded, product),
         *options)  # fmt: skip
 
     rows, _, *options = tiles.conv2
     conv2 = Launch(
         forward.conv2, (-(-batch * pooled2**2 // rows), lanes),
-        (buf.pooled1, buf.count, buf.flipped, buf.theta, buf.pooled2, buf.arg2,
-         size, batch, pooled1, pooled2, rows, base, padded, product),
+        (buf.pooled1, buf.count, buf.flipped, buf.theta, buf.pooled2, buf.arg2),
+        (size, batch, pooled1, pooled2, rows, base, padded, product),
         *options)  # fmt: skip
 
     return {"conv1": conv1, "conv2": conv2}
@@ -138,15 +138,15 @@ def gradients(config: StepConfig, buf: Any, tiles: Tiles, lanes: int, padded: bo
     rows, block, *options = tiles.conv2_inputs
     conv2_inputs = Launch(
         backward.conv2_inputs, (-(-(batch * (pooled1 // block) ** 2) // rows), lanes),
-        (buf.d2, buf.taps, buf.d1, buf.count,
-         batch, pooled1, pooled2, block, rows, padded, product),
+        (buf.d2, buf.taps, buf.d1, buf.count),
+        (batch, pooled1, pooled2, block, rows, padded, product),
         *options)  # fmt: skip
 
     rows1, rows2, *options = tiles.weights_backward
     weights_backward = Launch(
         backward.weights_backward, (splits1 + 5 * splits2, lanes),
-        (buf.x, buf.count, buf.awake, buf.pooled1, buf.d1, buf.d2, buf.arg1, buf.sums1, buf.sums2,
-         batch, side, pooled1, pooled2, splits1, rows1, splits2, rows2, padded, product),
+        (buf.x, buf.count, buf.awake, buf.pooled1, buf.d1, buf.d2, buf.arg1, buf.sums1, buf.sums2),
+        (batch, side, pooled1, pooled2, splits1, rows1, splits2, rows2, padded, product),
         *options)  # fmt: skip
 
     return {"conv2_inputs": conv2_inputs, "weights_backward": weights_backward}
@@ -163,8 +163,8 @@ def launches(config: StepConfig, buf: Buffers, tiles: Tiles, lanes: int, padded:
     columns, depth, *options = tiles.dense
     dense = Launch(
         forward.dense, (parts, lanes),
-        (buf.pooled2, buf.count, buf.theta, buf.hidden, buf.logits,
-         size, batch, features, outputs, columns, depth, learns, padded, product),
+        (buf.pooled2, buf.count, buf.theta, buf.hidden, buf.logits),
+        (size, batch, features, outputs, columns, depth, learns, padded, product),
         *options)  # fmt: skip
     steps = {**convolutions(config, buf, tiles, lanes, padded), "dense": dense}
 
@@ -172,22 +172,22 @@ def launches(config: StepConfig, buf: Buffers, tiles: Tiles, lanes: int, padded:
         columns, _, *options = tiles.head
         steps["head"] = Launch(
             backward.head, (HIDDEN.value // columns, lanes),
-            (buf.hidden, buf.logits, buf.labels, buf.count, buf.loss, *rule, buf.dh,
-             size, batch, features, outputs, classes, parts, columns,
+            (buf.hidden, buf.logits, buf.labels, buf.count, buf.loss, *rule, buf.dh),
+            (size, batch, features, outputs, classes, parts, columns,
              config.base, config.part != "base", config.rule, padded, product),
             *options)  # fmt: skip
     else:
         steps["answer"] = Launch(
             forward.answer, (lanes,),
-            (buf.logits, buf.count, buf.step, buf.predictions, buf.steps * batch,
-             batch, outputs, classes, parts))  # fmt: skip
+            (buf.logits, buf.count, buf.step, buf.predictions, buf.steps * batch),
+            (batch, outputs, classes, parts))  # fmt: skip
 
     if config.base:
         columns, depth, *options = tiles.dense_backward
         steps["dense_backward"] = Launch(
             backward.dense_backward, (features // columns, lanes),
-            (buf.pooled2, buf.arg2, buf.dh, buf.count, *rule, buf.d2, buf.bias2,
-             size, batch, features, pooled2, columns, depth, config.rule, padded, product),
+            (buf.pooled2, buf.arg2, buf.dh, buf.count, *rule, buf.d2, buf.bias2),
+            (size, batch, features, pooled2, columns, depth, config.rule, padded, product),
             *options)  # fmt: skip
         steps |= gradients(config, buf, tiles, lanes, padded)
     return steps | {"update": _update(config, buf, lanes, splits, config.base, padded, samples)}
@@ -207,6 +207,6 @@ def _update(
         (buf.theta, buf.velocity, buf.anchor, buf.drift, buf.moving, buf.numbers,
          buf.spread, buf.taps, buf.flipped, buf.sums1, buf.sums2, buf.bias2,
          buf.order, buf.counts, samples.x, samples.y, buf.scale, buf.shift,
-         buf.step, buf.x, buf.count, buf.awake, buf.labels, buf.steps,
-         shapes.size, shapes.batch, shapes.side, shapes.channels, shapes.pooled2, *splits,
+         buf.step, buf.x, buf.count, buf.awake, buf.labels, buf.steps),
+        (shapes.size, shapes.batch, shapes.side, shapes.channels, shapes.pooled2, *splits,
          weights, config.rule, padded))  # fmt: skip
