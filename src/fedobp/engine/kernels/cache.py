@@ -30,7 +30,7 @@ def key_for(card: Card, precision: str, **more: Any) -> dict[str, Any]:
     """Return what depends on a card and on the versions of all that compiles for it."""
     import triton
 
-    versions = {"fedobp": __version__, "torch": torch.__version__, "triton": triton.__version__}
+    versions = {"fedobp": __version__, "torch": str(torch.__version__), "triton": triton.__version__}
     return {"card": card.name, "capability": card.version, "precision": precision, **versions, **more}
 
 

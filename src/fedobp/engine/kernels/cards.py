@@ -1,6 +1,6 @@
 """Graphics cards as the kernels see them: their compute capability, and how much shared memory a block may use."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -36,8 +36,9 @@ class Card(NamedTuple):
 
 def card_of(device: torch.device) -> Card:
     """Return the card of a CUDA device."""
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's types leave out the shared memory
-    return Card((properties.major, properties.minor), properties.shared_memory_per_block_optin, properties.name)
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", 0)  # absent in torch's types, and on AMD's cards
+    return Card((properties.major, properties.minor), shared, properties.name)
 
 
 def known_card(version: str) -> Card:

@@ -104,6 +104,8 @@ def checked(model: Model, batch: int, precision: "KernelPrecision", mode: Kernel
 
 def card_problem(card: Card) -> str | None:
     """Return why a card cannot run the kernels, or None."""
+    if torch.version.hip:
+        return "the fused kernels need an NVIDIA card"
     if card.capability >= OLDEST:
         return None
     return f"the fused kernels need compute capability 8.0 or newer, and {card.name} has {card.version}"
@@ -143,11 +145,12 @@ def table_for(card: Card, precision: "KernelPrecision", device: torch.device) ->
         return table
     from fedobp.engine.kernels.tuning import tune
 
+    _warn_once(f"tuning the kernels for {card.name} in {precision}, once, for up to {FIRST_USE_SECONDS:.0f} s")
     tuned = tune(card, precision, device, FIRST_USE_SECONDS)
     place = f"kept in {tuned.path}" if tuned.path else "not kept"
     _warn_once(
-        f"the kernels were tuned for {card.name} in {precision}, once, in {tuned.seconds:.0f} s; the table is {place} "
-        "(fedobp tune searches longer)"
+        f"the kernels were tuned for {card.name} in {precision} in {tuned.seconds:.0f} s; the table is {place} (fedobp "
+        "tune searches longer)"
     )
     return tuned.table
 

@@ -8,6 +8,7 @@ there is, was found by compiling tiles of up to 128 rows for capabilities 8.0 to
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ def shared_bound(
     return max(_bound(kernel, tile, shapes, precision, major) for major in majors)
 
 
+@cache
 def fitting(
     tiles: Tiles, shapes: "Shapes", precision: "KernelPrecision", limit: int, capability: Capability | None = None
 ) -> Tiles:
