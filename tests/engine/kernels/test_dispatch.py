@@ -114,7 +114,7 @@ def test_a_card_with_a_shipped_table_is_checked_once_a_setting(machine):
 
 def test_a_card_without_a_table_is_tuned_once(machine):
     machine.card = Card((8, 9), 99 * 1024, "NVIDIA L4")
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning, match="kernels") as said:
         fused = fused_for(CNN, 32, "bf16", "auto", CUDA)
     before, after = (str(one.message) for one in said)
     assert before == "tuning the kernels for NVIDIA L4 in bf16, once, for up to 60 s"
