@@ -6,13 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kernel_cases import CASES, Case, Problem, fill_with_nan, rounded, rounded_logits
+from kernel_cases import CASES, Case, Problem, fill_with_nan
 
 from engine.kernels.interpreted import LARGE, WITHOUT_GPU, interpreted
 from fedobp import Config, Federation
 from fedobp.data import Dataset, Shard
 from fedobp.engine.kernels.cards import known_card
 from fedobp.engine.kernels.fused import Fused, graph_lanes
+from fedobp.engine.kernels.reference import rounded, rounded_logits
 from fedobp.engine.kernels.step import StepConfig, refresh
 from fedobp.engine.kernels.tiles import Tile, default_table
 from fedobp.resolution import resolve

@@ -84,6 +84,21 @@ class Fused:
         self._scales: dict[FederatedData, Tensor] = {}
         self._compiled: set[Hashable] = set()  # variants of kernels
 
+    @property
+    def batch(self) -> int:
+        """The largest number of samples of a step."""
+        return self._batch
+
+    @property
+    def precision(self) -> KernelPrecision:
+        """The precision of the operands of products."""
+        return self._precision
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        return self._device
+
     @cached_property
     def lane_bytes(self) -> int:
         """The most memory that a lane needs: buffers with all terms of the update, and four copies of its vector."""
@@ -155,6 +170,11 @@ class Fused:
             for launch in self._launches(cached, graph_lanes(active_lanes)).values():
                 launch()
         return cached.buffers.predictions[:lanes].view(lanes, -1)[:, :most].clone()
+
+    def forget(self, data: FederatedData) -> None:
+        """Free the buffers and graphs for these samples, under all partitions, and the scaling of this one."""
+        self._cache = {key: cached for key, cached in self._cache.items() if key[1] is not data.storage_key}
+        self._scales.pop(data, None)
 
     def _buffers(self, config: StepConfig, lanes: int, steps: int, data: FederatedData) -> _CachedSteps:
         key = config, data.storage_key

@@ -1,0 +1,129 @@
+"""A check of the fused kernels on the device at hand, with the installed versions: a few steps on noise."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedobp.data import Dataset, FederatedData, Shard
+from fedobp.engine.kernels.fused import Fused
+from fedobp.engine.kernels.reference import change_errors, expected_steps, scaled_inputs
+from fedobp.engine.kernels.step import KernelPrecision
+from fedobp.engine.sgd import Rule
+from fedobp.method import Part
+from fedobp.models import Model
+
+# The error of a tensor's change that is allowed in half of the lanes, and in all. The reference rounds the operands of
+# products, so the rest is the error of sums in float32. Sometimes this error reverses a rounding, or the order of two
+# values in a pooling window, and the difference grows from step to step: float32 on the CPU differs by up to 0.09 in
+# the worst lane.
+BOUNDS: dict[KernelPrecision, tuple[float, float]] = {"bf16": (0.01, 0.2), "tf32": (0.01, 0.2), "fp32": (1e-4, 1e-4)}
+LABEL_BOUND = 0.02  # of logits: other labels are chosen only in near ties
+
+_SAMPLES, _STEPS = 100, 2
+_LANES = 20  # that are compared with the reference, in as many trainings as are needed
+_NUMBERS = (0.05, 0.02, 0.03), (0.9, 0.0, 0.5), (0.01, 0.1, 0.0)  # lr, momentum and decay of three lanes in turn
+
+
+def disagreement(fused: Fused, model: Model, lanes: Sequence[int] = (2, 20)) -> str | None:
+    """Return what is wrong with the kernels, with numbers, or None.
+
+    For each number of lanes, training and predictions are compared with a reference in float64; equal lanes must stay
+    equal, and equal calls must have equal results. By default the first and the last entry of a table of tiles are
+    used, without and with padding lanes. Nothing remains in `fused`.
+    """
+    data = noise(model, _SAMPLES, fused.device)
+    try:
+        for number in lanes:
+            if wrong := _wrong_steps(fused, model, data, number) or _wrong_labels(fused, model, data, number):
+                return f"with {number} lanes, {wrong}"
+    finally:
+        fused.forget(data)
+    return None
+
+
+def noise(model: Model, samples: int, device: torch.device) -> FederatedData:
+    """Return images of noise for a model: one client, which trains on all of them."""
+    channels, *sides = model.shape
+    x = np.random.default_rng(0).integers(0, 256, (samples, *sides, channels), dtype=np.uint8)
+    ids, none = np.arange(samples), np.arange(0)
+    dataset = Dataset("noise", x, ids % model.classes, tuple(range(model.classes)), 0)
+    return FederatedData(dataset, [Shard(ids, none, none)], device, torch.float32)
+
+
+def _start(model: Model, seeds: Sequence[int], device: torch.device) -> Tensor:
+    return torch.stack([model.initial(seed) for seed in seeds]).to(device)
+
+
+def _but_two(lanes: int, usual: int, last: int) -> list[int]:
+    """Return a number for each lane: that of the last two lanes, but not of the first, is smaller."""
+    return [usual if lane < max(1, lanes - 2) else last for lane in range(lanes)]
+
+
+_Training = tuple[Tensor, Rule, Part, Tensor, Tensor, list[FederatedData], list[int]]  # the arguments of `Fused.train`
+
+
+def _training(model: Model, batch: int, data: FederatedData, seeds: Sequence[int], steps: list[int]) -> _Training:
+    """Return a training with partial batches, and terms that would change an idle lane. Equal seeds make equal lanes."""
+    device, draw = data.x.device, torch.Generator().manual_seed(0)
+    ids = torch.randint(0, _SAMPLES, (_STEPS, max(seeds) + 1, batch), generator=draw)[:, seeds]
+    sizes = [[batch - (seed + 3 * step) % (batch // 2) for seed in seeds] for step in range(_STEPS)]
+    counts = torch.tensor(sizes) * (torch.arange(_STEPS)[:, None] < torch.tensor(steps))
+    rule = Rule(*(torch.tensor([[values[seed % 3]] for seed in seeds], device=device) for values in _NUMBERS))
+    return _start(model, seeds, device), rule, "all", ids.to(device), counts.to(device), [data] * len(seeds), steps
+
+
+def _wrong_steps(fused: Fused, model: Model, data: FederatedData, lanes: int) -> str | None:
+    """Return what is wrong with training, or None."""
+    layout, size, (usual, most), all_errors = model.layout, model.layout.size, BOUNDS[fused.precision], []
+    unequal = _but_two(lanes, _STEPS, 1)
+
+    def trained(seeds: Sequence[int], steps: list[int]) -> Tensor:
+        given = _training(model, fused.batch, data, seeds, steps)
+        fused.train(*given)
+        return given[0]
+
+    for first in range(0, _LANES, lanes):
+        seeds = range(first, first + lanes)
+        given, found = _training(model, fused.batch, data, seeds, unequal), trained(seeds, unequal)
+        right, _ = expected_steps(model, fused.precision, *given)
+        all_errors.append(change_errors(layout, given[0], found, right))
+    errors = torch.cat(all_errors, dim=1).cpu()
+    if not errors.isfinite().all():
+        return "a step gives infinite numbers or NaN"
+    middle = errors.median(dim=1).values
+    for values, bound, where in ((errors.amax(dim=1), most, ""), (middle, usual, " in half of the lanes")):
+        worst, at = values.max(dim=0)
+        if not worst < bound:
+            name = layout.names[at] + where
+            return f"a step differs from the reference by {worst:.2g} in {name} (at most {bound:g} is allowed)"
+    if different := _different(found, trained(seeds, unequal)):
+        return f"a repeated launch differs in {different:,} of {size:,} entries"
+    equal = trained([0] * lanes, [_STEPS] * lanes)
+    if different := _different(equal, equal[:1]):
+        return f"two equal lanes differ in {different:,} of {size:,} entries"
+    return None
+
+
+def _different(one: Tensor, other: Tensor) -> int:
+    """Return the number of entries whose bits differ, in the lane with most of them."""
+    return int((one.view(torch.int32) != other.view(torch.int32)).sum(dim=1).max())
+
+
+def _wrong_labels(fused: Fused, model: Model, data: FederatedData, lanes: int) -> str | None:
+    """Return what is wrong with predictions, or None. The last lanes are idle in the second batch."""
+    theta, draw, sizes = (
+        _start(model, range(lanes), fused.device),
+        torch.Generator().manual_seed(1),
+        _but_two(lanes, 70, 10),
+    )
+    ids = torch.randint(0, _SAMPLES, (lanes, sizes[0]), generator=draw).to(fused.device)
+    labels, classes, gaps = fused.labels(theta, ids, sizes, data), torch.arange(model.classes, device=fused.device), []
+    for lane, size in enumerate(sizes):
+        logits = model.logits(theta[lane].double(), scaled_inputs(data, ids[lane, :size], "fp32"))
+        # By comparison, and not as an index: a wrong label may be no class.
+        chosen = logits.where(labels[lane, :size, None] == classes, -torch.inf).amax(dim=1)
+        gaps.append((logits.amax(dim=1) - chosen).amax())
+    gap = float(torch.stack(gaps).amax())
+    return None if gap < LABEL_BOUND else f"a label's logit is {gap:.2g} below the largest (at most {LABEL_BOUND:g})"
