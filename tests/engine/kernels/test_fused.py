@@ -169,7 +169,7 @@ def test_the_engine_with_kernels_equals_the_serial_one(monkeypatch):
 
     monkeypatch.setattr(
         "fedobp.engine.lanes.engine.fused_for",
-        lambda model, batch, precision, device: WatchedFused(model, batch, "fp32", [LARGE], device),
+        lambda model, batch, precision, mode, device: WatchedFused(model, batch, "fp32", [LARGE], device),
     )
     monkeypatch.setattr("fedobp.federation.partition", lambda *_, **__: SHARDS)
     given = {"clients": 2, "rounds": 2, "participation": 0.5, "epochs": 1, "batch_size": 16, "model": "cnn",
