@@ -229,7 +229,7 @@ class Broken:
 @pytest.mark.parametrize(
     ("module", "sentence"),
     [
-        (None, "need Triton, which is not installed (pip install 'triton>=3.6,<3.8')"),
+        (None, "need Triton, which CUDA builds of torch bring on Linux (pip install 'triton>=3.6,<3.8')"),
         (Other("3.5.1"), "need Triton 3.6 or newer, and this is 3.5.1 (update torch)"),
         (Other("2.3.0"), "need Triton 3.6 or newer, and this is 2.3.0 (update torch)"),
         (Broken(), "need a working Triton, and this one fails (Failed to find C compiler. Please specify one.)"),

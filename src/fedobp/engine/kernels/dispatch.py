@@ -122,7 +122,9 @@ def triton_problem(*, launches: bool = True) -> str | None:
         if launches:
             triton.runtime.driver.active.utils  # builds the launcher with the machine's C compiler  # noqa: B018
     except ImportError:
-        return f"the fused kernels need Triton, which is not installed (pip install 'triton{TRITON}')"
+        return (
+            f"the fused kernels need Triton, which CUDA builds of torch bring on Linux (pip install 'triton{TRITON}')"
+        )
     except (RuntimeError, OSError, SubprocessError) as error:
         return f"the fused kernels need a working Triton, and this one fails ({str(error).splitlines()[0]})"
     return None
