@@ -67,9 +67,7 @@ def test_without_triton_it_says_what_is_missing(process, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['triton'] = None\n")
     said = process("doctor", "--card", "9.0", PYTHONPATH=str(tmp_path))
     assert (said.code, said.err) == (0, "")
-    assert "off in bf16: the fused kernels need Triton, which is not installed (pip install" in " ".join(
-        said.out.split()
-    )
+    assert "off in bf16: the fused kernels need Triton, which CUDA builds" in " ".join(said.out.split())
     assert "shipped with fedobp, hash" in said.out
 
 
