@@ -13,13 +13,12 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device that torch can use", allow_module_level=True)
 
-from fedobp.engine.kernels.self_check import disagreement
-
 from fedobp import Config, Federation, doctor
 from fedobp.engine.kernels import cache, dispatch, fused_for, tuning
 from fedobp.engine.kernels.cards import OLDEST, card_of
 from fedobp.engine.kernels.compilation import compile_all
 from fedobp.engine.kernels.fused import Fused
+from fedobp.engine.kernels.self_check import BOUNDS, disagreement
 from fedobp.engine.kernels.specimens import specimens
 from fedobp.engine.kernels.tiles import default_table
 from fedobp.errors import FedobpError
@@ -45,11 +44,15 @@ def without_table(monkeypatch):
     monkeypatch.setattr(dispatch, "FIRST_USE_SECONDS", 15.0)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "tf32", "fp32"])
-@pytest.mark.parametrize("start", [tuning.start_table, lambda card, _: default_table(card.capability)])
-def test_the_self_check_passes(precision, start):
-    table = start(CARD, precision)
-    assert disagreement(Fused(CNN, 32, precision, table.entries, DEVICE, CARD), CNN) is None
+@pytest.mark.parametrize("precision", BOUNDS)
+@pytest.mark.parametrize(
+    ("side", "channels", "classes", "batch"), [(32, 3, 10, 32), (28, 1, 2, 64), (32, 3, 10, 16), (32, 4, 128, 50)]
+)
+@pytest.mark.parametrize("tuned", [True, False])
+def test_the_self_check_passes(precision, side, channels, classes, batch, tuned):
+    model = Model("cnn", (channels, side, side), classes)
+    table = tuning.start_table(CARD, precision) if tuned else default_table(CARD.capability)
+    assert disagreement(Fused(model, batch, precision, table.entries, DEVICE, CARD), model) is None
 
 
 def test_the_self_check_finds_other_numbers(monkeypatch):

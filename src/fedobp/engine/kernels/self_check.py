@@ -15,23 +15,26 @@ from fedobp.method import Part
 from fedobp.models import Model
 
 # The error of a tensor's change that is allowed in half of the lanes, and in all. The reference rounds the operands of
-# products, so the rest is the error of sums in float32. Sometimes this error reverses a rounding, or the order of two
-# values in a pooling window, and the difference grows from step to step: float32 on the CPU differs by up to 0.09 in
-# the worst lane.
-BOUNDS: dict[KernelPrecision, tuple[float, float]] = {"bf16": (0.01, 0.2), "tf32": (0.01, 0.2), "fp32": (1e-4, 1e-4)}
+# products, so the rest is the error of sums in float32. Sometimes this error reverses a rounding, a ReLU, or the order
+# of two values in a pooling window, and the difference grows with each step and with the learning rate. Float32 on the
+# CPU differs by up to 0.0045 and 0.048 in the trainings below with momentum and decay (in fp32 by 5.4e-5 and 0.026), and
+# by up to 0.019 and 0.22 after three steps with learning rates of up to 0.4.
+BOUNDS: dict[KernelPrecision, tuple[float, float]] = {"bf16": (0.01, 0.2), "tf32": (0.01, 0.2), "fp32": (1e-4, 0.1)}
 LABEL_BOUND = 0.02  # of logits: other labels are chosen only in near ties
 
 _SAMPLES, _STEPS = 100, 2
-_LANES = 20  # that are compared with the reference, in as many trainings as are needed
-_NUMBERS = (0.05, 0.02, 0.03), (0.9, 0.0, 0.5), (0.01, 0.1, 0.0)  # lr, momentum and decay of three lanes in turn
+_LANES = 20  # compared with the reference, in as many trainings as needed: of two lanes alone both may be unusual
+_RATES = (0.02, 0.01, 0.015)  # learning rates of three lanes in turn
+_Training = tuple[Tensor, Rule, Part, Tensor, Tensor, list[FederatedData], list[int]]  # the arguments of `Fused.train`
 
 
-def disagreement(fused: Fused, model: Model, lanes: Sequence[int] = (2, 20)) -> str | None:
+def disagreement(fused: Fused, model: Model, lanes: Sequence[int] = (20, 2)) -> str | None:
     """Return what is wrong with the kernels, with numbers, or None.
 
     For each number of lanes, training and predictions are compared with a reference in float64; equal lanes must stay
-    equal, and equal calls must have equal results. By default the first and the last entry of a table of tiles are
-    used, without and with padding lanes. Nothing remains in `fused`.
+    equal, and equal calls must have equal results. By default the last and the first entry of a table of tiles are
+    used, with and without padding lanes; the last one first, because that compiles all variants at once. Nothing
+    remains in `fused` but its compiled kernels: those of plain SGD, which most runs use.
     """
     data = noise(model, _SAMPLES, fused.device)
     try:
@@ -56,53 +59,49 @@ def _start(model: Model, seeds: Sequence[int], device: torch.device) -> Tensor:
     return torch.stack([model.initial(seed) for seed in seeds]).to(device)
 
 
-def _but_two(lanes: int, usual: int, last: int) -> list[int]:
-    """Return a number for each lane: that of the last two lanes, but not of the first, is smaller."""
-    return [usual if lane < max(1, lanes - 2) else last for lane in range(lanes)]
-
-
-_Training = tuple[Tensor, Rule, Part, Tensor, Tensor, list[FederatedData], list[int]]  # the arguments of `Fused.train`
+def _uneven(lanes: int, more: int, less: int) -> list[int]:
+    """Return a number for each lane: `less` for the last two, but not for the first, and `more` for the others."""
+    return [more if lane < max(1, lanes - 2) else less for lane in range(lanes)]
 
 
 def _training(model: Model, batch: int, data: FederatedData, seeds: Sequence[int], steps: list[int]) -> _Training:
-    """Return a training with partial batches, and terms that would change an idle lane. Equal seeds make equal lanes."""
+    """Return a training with partial batches; equal seeds make equal lanes."""
     device, draw = data.x.device, torch.Generator().manual_seed(0)
     ids = torch.randint(0, _SAMPLES, (_STEPS, max(seeds) + 1, batch), generator=draw)[:, seeds]
     sizes = [[batch - (seed + 3 * step) % (batch // 2) for seed in seeds] for step in range(_STEPS)]
     counts = torch.tensor(sizes) * (torch.arange(_STEPS)[:, None] < torch.tensor(steps))
-    rule = Rule(*(torch.tensor([[values[seed % 3]] for seed in seeds], device=device) for values in _NUMBERS))
+    rule = Rule(torch.tensor([[_RATES[seed % 3]] for seed in seeds], device=device))
     return _start(model, seeds, device), rule, "all", ids.to(device), counts.to(device), [data] * len(seeds), steps
 
 
 def _wrong_steps(fused: Fused, model: Model, data: FederatedData, lanes: int) -> str | None:
     """Return what is wrong with training, or None."""
-    layout, size, (usual, most), all_errors = model.layout, model.layout.size, BOUNDS[fused.precision], []
-    unequal = _but_two(lanes, _STEPS, 1)
+
+    def training(seeds: Sequence[int], steps: list[int]) -> _Training:
+        return _training(model, fused.batch, data, seeds, steps)
 
     def trained(seeds: Sequence[int], steps: list[int]) -> Tensor:
-        given = _training(model, fused.batch, data, seeds, steps)
+        given = training(seeds, steps)
         fused.train(*given)
         return given[0]
 
-    for first in range(0, _LANES, lanes):
-        seeds = range(first, first + lanes)
-        given, found = _training(model, fused.batch, data, seeds, unequal), trained(seeds, unequal)
+    layout, steps, every = model.layout, _uneven(lanes, _STEPS, 1), []
+    for seeds in (range(first, first + lanes) for first in range(0, _LANES, lanes)):
+        given, found = training(seeds, steps), trained(seeds, steps)
         right, _ = expected_steps(model, fused.precision, *given)
-        all_errors.append(change_errors(layout, given[0], found, right))
-    errors = torch.cat(all_errors, dim=1).cpu()
-    if not errors.isfinite().all():
-        return "a step gives infinite numbers or NaN"
+        every.append(change_errors(layout, given[0], found, right))
+    errors, (usual, most) = torch.cat(every, dim=1).cpu(), BOUNDS[fused.precision]
     middle = errors.median(dim=1).values
     for values, bound, where in ((errors.amax(dim=1), most, ""), (middle, usual, " in half of the lanes")):
         worst, at = values.max(dim=0)
-        if not worst < bound:
+        if not worst < bound:  # it may be NaN
             name = layout.names[at] + where
             return f"a step differs from the reference by {worst:.2g} in {name} (at most {bound:g} is allowed)"
-    if different := _different(found, trained(seeds, unequal)):
-        return f"a repeated launch differs in {different:,} of {size:,} entries"
+    if different := _different(found, trained(seeds, steps)):
+        return f"a repeated launch differs in {different:,} of {layout.size:,} entries"
     equal = trained([0] * lanes, [_STEPS] * lanes)
     if different := _different(equal, equal[:1]):
-        return f"two equal lanes differ in {different:,} of {size:,} entries"
+        return f"two equal lanes differ in {different:,} of {layout.size:,} entries"
     return None
 
 
@@ -113,12 +112,8 @@ def _different(one: Tensor, other: Tensor) -> int:
 
 def _wrong_labels(fused: Fused, model: Model, data: FederatedData, lanes: int) -> str | None:
     """Return what is wrong with predictions, or None. The last lanes are idle in the second batch."""
-    theta, draw, sizes = (
-        _start(model, range(lanes), fused.device),
-        torch.Generator().manual_seed(1),
-        _but_two(lanes, 70, 10),
-    )
-    ids = torch.randint(0, _SAMPLES, (lanes, sizes[0]), generator=draw).to(fused.device)
+    theta, sizes = _start(model, range(lanes), fused.device), _uneven(lanes, 70, 10)
+    ids = torch.randint(0, _SAMPLES, (lanes, 70), generator=torch.Generator().manual_seed(1)).to(fused.device)
     labels, classes, gaps = fused.labels(theta, ids, sizes, data), torch.arange(model.classes, device=fused.device), []
     for lane, size in enumerate(sizes):
         logits = model.logits(theta[lane].double(), scaled_inputs(data, ids[lane, :size], "fp32"))
