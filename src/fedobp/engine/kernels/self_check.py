@@ -17,8 +17,8 @@ from fedobp.models import Model
 # The error of a tensor's change that is allowed in half of the lanes, and in all. The reference rounds the operands of
 # products, so the rest is the error of sums in float32. Sometimes this error reverses a rounding, a ReLU, or the order
 # of two values in a pooling window, and the difference grows with each step and with the learning rate. Float32 on the
-# CPU differs by up to 0.0045 and 0.048 in the trainings below with momentum and decay (in fp32 by 5.4e-5 and 0.026), and
-# by up to 0.019 and 0.22 after three steps with learning rates of up to 0.4.
+# CPU differs by up to 0.0045 and 0.048 in the trainings below, with momentum and decay added (in fp32 by 5.4e-5 and
+# 0.026), and by up to 0.019 and 0.22 after three steps with learning rates of up to 0.4.
 BOUNDS: dict[KernelPrecision, tuple[float, float]] = {"bf16": (0.01, 0.2), "tf32": (0.01, 0.2), "fp32": (1e-4, 0.1)}
 LABEL_BOUND = 0.02  # of logits: other labels are chosen only in near ties
 
