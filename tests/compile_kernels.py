@@ -22,7 +22,6 @@ from fedobp.engine.kernels.cards import known_card
 from fedobp.engine.kernels.checks import hazard_check, problems
 from fedobp.engine.kernels.convolutions import ConvConfig, Convolutions, _Gradients
 from fedobp.engine.kernels.diagnosis import compilable
-from fedobp.engine.kernels.hazards import UnreadableError
 from fedobp.engine.kernels.launches import CompileError, Launch
 from fedobp.engine.kernels.param_layout import arrange
 from fedobp.engine.kernels.shapes import Shapes
@@ -54,7 +53,7 @@ class Compiler:
         try:
             kernel = launch.compiled_for(self.card.capability)
             self.wrong += [f"{about} {problem}" for problem in problems(kernel, self.card)]
-        except (CompileError, UnreadableError) as error:
+        except CompileError as error:
             self.wrong.append(f"{about}: {error}")
             return
         self.largest = max(self.largest, kernel.metadata.shared)

@@ -13,7 +13,6 @@ import triton
 from engine.kernels.interpreted import WITHOUT_GPU
 from fedobp.engine.kernels import checks, compilation
 from fedobp.engine.kernels.cards import known_card
-from fedobp.engine.kernels.hazards import UnreadableError
 from fedobp.errors import FedobpError
 
 pytestmark = WITHOUT_GPU
@@ -59,7 +58,7 @@ class Launch:
     """A launch on a card that is not there."""
 
     def __init__(self, name, compiled):
-        self.kernel, self.compiled, self.times = SimpleNamespace(__name__=name), compiled, 0
+        self.kernel, self.compiled, self.times, self.variant = SimpleNamespace(__name__=name), compiled, 0, object()
 
     def __call__(self):
         self.times += 1
@@ -87,14 +86,23 @@ def test_all_variants_are_compiled_and_a_race_is_refused(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_cuda")
-def test_what_cannot_be_read_was_allowed_before(monkeypatch):
-    def unreadable(kernel, card):
-        raise UnreadableError("it has the operation ttg.new")
-
-    monkeypatch.setattr(compilation, "problems", unreadable)
-    one = Launch("a", kernel())
-    compilation.compile_all([one], torch.device("cuda"), HOPPER)
+def test_what_cannot_be_read_is_refused_unless_that_is_allowed():
+    unreadable = kernel(ttgir="ttg.remote_copy %a : !ttg.memdesc<x>\n")
+    assert checks.problems(unreadable, HOPPER, must_read=False) == []
+    one = Launch("conv1", unreadable)
+    compilation.compile_all([one], torch.device("cuda"), HOPPER, must_read=False)
     assert one.times == 1
+    with pytest.raises(FedobpError, match=r"kernel conv1 .* has IR that cannot be read: it has .* ttg.remote"):
+        compilation.compile_all([one], torch.device("cuda"), HOPPER)
+
+
+def test_kernels_of_custom_losses_are_checked_once():
+    good, bad = Launch("conv1", kernel()), Launch("conv2", kernel(shared=1 << 20))
+    compilation.launch_checked([good, good], HOPPER, must_read=True)
+    assert good.times == 2
+    with pytest.raises(FedobpError, match="kernel conv2 cannot be used on this card: needs"):
+        compilation.launch_checked([good, bad], HOPPER, must_read=True)
+    compilation.launch_checked([bad], None, must_read=True)
 
 
 class Specimen:

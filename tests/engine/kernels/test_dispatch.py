@@ -49,8 +49,8 @@ CNN = Model("cnn", (1, 28, 28), 10)
 class Fused:
     """Kernels on a card that is not there."""
 
-    def __init__(self, model, batch, precision, tiles, device, card):
-        self.tiles, self.card = tiles, card
+    def __init__(self, model, batch, precision, tiles, device, card, must_read):
+        self.tiles, self.card, self.must_read = tiles, card, must_read
 
 
 class Machine:
@@ -69,7 +69,7 @@ class Machine:
         self.asked.append("self-check")
         return self.wrong
 
-    def tune(self, card, precision, device, seconds):
+    def tune(self, card, precision, device, seconds, must_read):
         self.asked.append("tune")
         assert (card, seconds) == (self.card, 60)
         table = Table(default_table(card.capability).entries[-1:], "tuned")
@@ -99,6 +99,7 @@ def _warnings_are_new():
 def test_a_card_with_a_shipped_table_is_checked_once_a_setting(machine):
     fused = fused_for(CNN, 32, "bf16", "auto", CUDA)
     assert (fused.tiles, fused.card) == (shipped_table((9, 0), "bf16").entries, machine.card)
+    assert fused.must_read
     assert machine.asked == ["races", "self-check"]
     fused_for(CNN, 32, "bf16", "auto", CUDA)
     assert machine.asked == ["races", "self-check", "races"]
@@ -159,7 +160,7 @@ def test_ir_that_cannot_be_read_runs_only_when_asked_for(machine):
         machine, r"the fused kernels cannot be checked for races with Triton \d.*ttg.new.*--kernels on", mode_on=True
     )
     machine.asked.clear()
-    assert fused_for(CNN, 32, "bf16", "on", CUDA) is not None
+    assert not fused_for(CNN, 32, "bf16", "on", CUDA).must_read
     assert machine.asked == ["races", "self-check"]
     # What `on` has passed is not passed for `auto`.
     dispatch._warn_once.cache_clear()

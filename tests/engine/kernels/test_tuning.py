@@ -112,7 +112,7 @@ def test_entries_are_timed_at_lanes_that_use_them():
 class Timed:
     """In place of the bench on a card: a step takes 50 microseconds, and less with larger tiles of conv2."""
 
-    def __init__(self, card, precision, lanes, device):
+    def __init__(self, card, precision, lanes, device, must_read):
         self.lanes = lanes
 
     def step_time(self, tiles):

@@ -8,14 +8,20 @@ from fedobp.engine.kernels.hazards import UnreadableError, has_asynchronous_prod
 from fedobp.engine.kernels.launches import CompileError
 
 
-def problems(kernel: Any, card: Card) -> list[str]:
-    """Return what is wrong with a compiled kernel on a card, one phrase each; raise if its IR cannot be read."""
+def problems(kernel: Any, card: Card, *, must_read: bool = True) -> list[str]:
+    """Return what is wrong with a compiled kernel on a card, one phrase each.
+
+    IR that cannot be read is a problem unless `must_read` is false: `--kernels on` allows it.
+    """
     found, ttgir = [], kernel.asm["ttgir"]
     if kernel.metadata.shared > card.shared:
         found.append(f"needs {kernel.metadata.shared:,} bytes of shared memory, and a block has {card.shared:,}")
     if kernel.metadata.name == "weights_backward" and _is_stored_from_registers(ttgir):
         found.append("has a product whose operand is not copied asynchronously")
-    return found + hazards(ttgir)
+    try:
+        return found + hazards(ttgir)
+    except UnreadableError as error:
+        return [*found, f"has IR that cannot be read: {error}"] if must_read else found
 
 
 def _is_stored_from_registers(ttgir: str) -> bool:

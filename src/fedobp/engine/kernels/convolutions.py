@@ -5,7 +5,7 @@ derivative and a `vmap` rule. This function computes the part that takes most of
 the hidden layer, with the same kernels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from torch.nn import functional
 from fedobp.engine.im2col import PatchConv2d, at_most_one_grad, merge_vmap_axis
 from fedobp.engine.kernels import backward
 from fedobp.engine.kernels.cards import Card
+from fedobp.engine.kernels.compilation import launch_checked
 from fedobp.engine.kernels.launches import Launch
 from fedobp.engine.kernels.param_layout import B1, B2, BF, SUMS1, TAPS2
 from fedobp.engine.kernels.shapes import Shapes
@@ -44,6 +45,7 @@ class ConvConfig:
     precision: KernelPrecision
     tiles: tuple[Tiles, ...]
     card: Card | None = None
+    must_read: bool = True
 
     def step_config(self, batch: int) -> StepConfig:
         """Return the configuration for a batch size; the number of classes is not used."""
@@ -53,6 +55,10 @@ class ConvConfig:
         """Return the tile shapes for a number of lanes; small batches have too few rows for any but the last."""
         tiles = fitting_table(self.tiles, self.step_config(batch).shapes, self.precision, self.card)
         return next((one for one in tiles if batch >= 16 and lanes <= one.lanes), tiles[-1])
+
+    def launch(self, launches: Iterable[Launch]) -> None:
+        """Launch kernels one after another."""
+        launch_checked(launches, self.card, self.must_read)
 
 
 class Convolutions(torch.autograd.Function):
@@ -88,8 +94,7 @@ class Convolutions(torch.autograd.Function):
             x=storage, count=unused, step=unused, spread=spread, flipped=flipped, theta=biases,
             pooled1=pooled1, arg1=arg1, pooled2=pooled2, arg2=arg2,
         )  # fmt: skip
-        for launch in convolutions(step, buf, tiles, lanes, padded=False).values():
-            launch()
+        config.launch(convolutions(step, buf, tiles, lanes, padded=False).values())
         return pooled2, image, pooled1, arg1, arg2, taps
 
     @staticmethod
@@ -135,9 +140,9 @@ class _Gradients(torch.autograd.Function):
         d2 = image.new_zeros(lanes, batch, shapes.frame, shapes.frame, 64)
         gradient = gradient.to(low).contiguous()
         rows = 64
-        Launch(
+        unpooled = Launch(
             backward.unpooled, (-(-batch * shapes.pooled2**2 // rows), lanes),
-            (gradient, arg2, d2), (batch, shapes.pooled2, rows))()  # fmt: skip
+            (gradient, arg2, d2), (batch, shapes.pooled2, rows))  # fmt: skip
         unused = torch.empty(lanes, dtype=torch.int32, device=image.device)
         sums1 = image.new_empty(lanes, splits1, SUMS1.value, dtype=torch.float32)
         sums2 = image.new_empty(lanes, splits2, TAPS2.value, dtype=torch.float32)
@@ -145,8 +150,7 @@ class _Gradients(torch.autograd.Function):
             x=storage, count=unused, awake=unused, taps=taps, pooled1=pooled1, arg1=arg1,
             d1=torch.empty_like(pooled1), d2=d2, sums1=sums1, sums2=sums2,
         )  # fmt: skip
-        for launch in gradients(step, buf, tiles, lanes, padded=False).values():
-            launch()
+        config.launch([unpooled, *gradients(step, buf, tiles, lanes, padded=False).values()])
         first = sums1.sum(dim=1)
         both = first[:, : 160 * 64].view(lanes, 5, 8, 4, 32, 2)[:, :, :, : shapes.channels]
         w1 = (both[:, :, :5, ..., 0] + both[:, :, 1:6, ..., 1]).permute(0, 4, 3, 1, 2)

@@ -79,16 +79,17 @@ def checked(model: Model, batch: int, precision: "KernelPrecision", mode: Kernel
     from fedobp.engine.kernels.fused import Fused
     from fedobp.engine.kernels.self_check import disagreement
 
-    check = hazard_check(card)
-    if not check.readable and mode != "on":
+    check, must_read = hazard_check(card), mode != "on"
+    if must_read and not check.readable:
         version = import_module("triton").__version__
         raise Unusable(
             f"the fused kernels cannot be checked for races with Triton {version} ({check.sentence}; "
             f"pip install 'triton{TRITON}', or --kernels on to use them all the same)"
         )
-    table = table_for(card, precision, device)
-    fused = Fused(model, batch, precision, table.entries, device, card)
-    key = files.key_for(card, precision, table=table.hash, shape=[*model.shape, model.classes, batch])
+    table = table_for(card, precision, device, must_read)
+    fused = Fused(model, batch, precision, table.entries, device, card, must_read)
+    shape = [*model.shape, model.classes, batch]
+    key = files.key_for(card, precision, table=table.hash, shape=shape, must_read=must_read)
     if files.load("self-check", key) is None:
         try:
             wrong = disagreement(fused, model)
@@ -141,14 +142,14 @@ def known_table(card: Card, precision: str) -> Table | None:
         return shipped_table(card.capability, precision)
 
 
-def table_for(card: Card, precision: "KernelPrecision", device: torch.device) -> Table:
+def table_for(card: Card, precision: "KernelPrecision", device: torch.device, must_read: bool = True) -> Table:
     """Return a card's table; where there is none, the first use tunes for at most a minute."""
     if table := known_table(card, precision):
         return table
     from fedobp.engine.kernels.tuning import tune
 
     _warn_once(f"tuning the kernels for {card.name} in {precision}, once, for up to {FIRST_USE_SECONDS:.0f} s")
-    tuned = tune(card, precision, device, FIRST_USE_SECONDS)
+    tuned = tune(card, precision, device, FIRST_USE_SECONDS, must_read=must_read)
     place = f"kept in {tuned.path}" if tuned.path else "not kept"
     _warn_once(
         f"the kernels were tuned for {card.name} in {precision} in {tuned.seconds:.0f} s; the table is {place} (fedobp "

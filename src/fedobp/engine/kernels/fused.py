@@ -13,7 +13,7 @@ from fedobp.data import FederatedData
 from fedobp.engine.cuda_graphs import capture
 from fedobp.engine.im2col import patched
 from fedobp.engine.kernels.cards import Card
-from fedobp.engine.kernels.compilation import compile_all
+from fedobp.engine.kernels.compilation import compile_all, launch_checked
 from fedobp.engine.kernels.convolutions import ConvConfig, FusedCNN
 from fedobp.engine.kernels.launches import Launch
 from fedobp.engine.kernels.param_layout import arrange
@@ -61,6 +61,7 @@ class Fused:
     """Trains and evaluates stacks of lanes of one model on one device.
 
     `tiles` are changed where they need more shared memory than the card has; without a card they stay as they are.
+    Compiled kernels are checked for races, and with `must_read` also refused if their IR cannot be read.
     """
 
     def __init__(
@@ -71,9 +72,11 @@ class Fused:
         tiles: Sequence[Tiles],
         device: torch.device,
         card: Card | None = None,
+        must_read: bool = True,
     ) -> None:
         channels, side, _ = model.shape
         self._batch, self._precision, self._table, self._device, self._card = batch, precision, tiles, device, card
+        self._must_read = must_read
         self._tiles = cache(self._fitting_tiles)
         self._shapes = Shapes(side, channels, model.classes, max(16, 1 << (batch - 1).bit_length()))
         order = kernel_order(model.layout, self._shapes)
@@ -120,7 +123,8 @@ class Fused:
 
     def vectorised(self, model: Model) -> Model:
         """Return a model that computes the same, with fused convolutions under `torch.func`."""
-        config = ConvConfig(self._shapes.side, self._shapes.channels, self._precision, tuple(self._table), self._card)
+        shapes, checks = self._shapes, (self._card, self._must_read)
+        config = ConvConfig(shapes.side, shapes.channels, self._precision, tuple(self._table), *checks)
         return patched(model).like(lambda module: FusedCNN(module, config, (1, self._batch)))
 
     def train(
@@ -223,7 +227,7 @@ class Fused:
             return
         needed = self._variants(config, lanes, data) | self._variants(self._evaluation, max(lanes, data.clients), data)
         new = {variant: one for variant, one in needed.items() if variant not in self._compiled}
-        compile_all(list(new.values()), self._device, self._card)
+        compile_all(list(new.values()), self._device, self._card, self._must_read)
         self._compiled |= set(new)
 
     def _graph(self, cached: _CachedSteps, lanes: int, repeat: int) -> Callable[[], None]:
@@ -292,7 +296,8 @@ class Fused:
         if source.dtype == torch.bool:
             source = source.view(torch.uint8)
         args = source, target, index, source.shape[1], target.shape[1]
-        Launch(arrange, (-(-size // _BLOCK), lanes), args, (_BLOCK,))()
+        launch = Launch(arrange, (-(-size // _BLOCK), lanes), args, (_BLOCK,))
+        launch_checked([launch], self._card, self._must_read)
 
 
 def _term_bits(rule: Rule) -> int:

@@ -22,7 +22,6 @@ import triton
 from fedobp.engine.kernels import cache
 from fedobp.engine.kernels.cards import Card
 from fedobp.engine.kernels.checks import problems
-from fedobp.engine.kernels.hazards import UnreadableError
 from fedobp.engine.kernels.launches import Launch
 from fedobp.engine.kernels.shapes import Shapes
 from fedobp.engine.kernels.shared_memory import fitting_table
@@ -108,8 +107,10 @@ def search(
 class Bench:
     """A step of lanes on random images, whose kernels are timed."""
 
-    def __init__(self, card: Card, precision: KernelPrecision, lanes: int, device: torch.device) -> None:
-        self.config = StepConfig(_SHAPES, precision, "all")
+    def __init__(
+        self, card: Card, precision: KernelPrecision, lanes: int, device: torch.device, must_read: bool
+    ) -> None:
+        self.config, self._must_read = StepConfig(_SHAPES, precision, "all"), must_read
         self.card, self.lanes, self.device = card, lanes, device
         splits = [*_SPLITS[True], *_SPLITS[False], (49, 12)]
         most = max(first for first, _ in splits), max(second for _, second in splits)
@@ -146,9 +147,7 @@ class Bench:
         def is_usable(one: Launch) -> bool:
             try:
                 with torch.cuda.device(self.device), torch.cuda.stream(stream):
-                    return not problems(one(), self.card)
-            except UnreadableError:  # `--kernels on` allows it
-                return True
+                    return not problems(one(), self.card, must_read=self._must_read)
             except Exception:  # too few resources on the card, or the compiler fails
                 return False
 
@@ -217,9 +216,17 @@ def start_table(card: Card, precision: KernelPrecision) -> Table:
 
 
 def tune(
-    card: Card, precision: KernelPrecision, device: torch.device, seconds: float, start: Table | None = None
+    card: Card,
+    precision: KernelPrecision,
+    device: torch.device,
+    seconds: float,
+    start: Table | None = None,
+    must_read: bool = True,
 ) -> Tuned:
-    """Search for the shapes of a card for some seconds, and keep them in the user's cache; 0: only time the first."""
+    """Search for the shapes of a card for some seconds, and keep them in the user's cache; 0: only time the first.
+
+    With `must_read`, shapes with which a kernel's IR cannot be read are not used.
+    """
     begun = time.perf_counter()
     start = start or start_table(card, precision)
 
@@ -232,7 +239,7 @@ def tune(
     for at, entry in enumerate(start.entries):
         # Each entry has an equal share of the time; what an earlier one left is for the later ones.
         until = 0.9 * seconds * (at + 1) / len(start.entries)
-        bench = Bench(card, precision, lanes_of(entry), device)
+        bench = Bench(card, precision, lanes_of(entry), device, must_read)
         before = bench.step_time(entry)
         shapes = partial(candidates, precision=precision, capability=card.capability)
         best = search(entry, shapes, bench.price, bench.prepare, partial(seconds_left, until))
