@@ -38,6 +38,23 @@ def test_a_data_folder_that_cannot_be_read_is_said(command, tmp_path):
     assert command("doctor", "--json").json["data"]["datasets"] == ["digits"]
 
 
+def test_names_with_brackets_are_shown_as_they_are(command, tmp_path):
+    place = tmp_path / "[bold]data[red]"
+    place.mkdir()
+    assert f"{place}: digits" in command("doctor", "--data-dir", place).out.replace("\n", "").replace(" " * 15, "")
+
+
+def test_a_machine_with_a_card(command, monkeypatch):
+    card = {**CARD._asdict(), "count": 2, "memory": {"total": 24 << 30, "free": 20 << 30}}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "card_of", lambda device: CARD)
+    monkeypatch.setattr(doctor, "_device", lambda device: card)
+    monkeypatch.setattr("fedobp.engine.kernels.diagnosis.triton_problem", lambda *, launches: "Triton fails")
+    said = command("doctor")
+    assert "NVIDIA L4, compute capability 8.9, 20.0 GiB of 24.0 GiB free, 2 cards" in said.out
+    assert "off in bf16: Triton fails" in said.out
+
+
 @pytest.fixture
 def process(ran, tmp_path):
     """Run the command line in a process that compiles kernels, with an empty cache of tables."""

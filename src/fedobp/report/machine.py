@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from fedobp.report.result_table import ResultTable
 
@@ -15,40 +16,43 @@ _SOURCES = {
 }
 
 
-def _gigabytes(count: float) -> str:
+def _gibibytes(count: float) -> str:
     return f"{count / 2**30:,.1f} GiB"
 
 
 def doctor_table(found: Mapping[str, Any]) -> RenderableType:
     """Return what this machine has, one line each."""
+    packages = [f"{name} {version}" for name, version in found["packages"].items() if version]
+    missing = [name for name, version in found["packages"].items() if not version]
+    data, memory = found["data"], found["memory"]
+    rows = [
+        ("fedobp", f"{found['fedobp']}, Python {found['python']}, {found['platform']}"),
+        ("packages", ", ".join(packages)),
+        ("not installed", ", ".join(missing) or "none"),
+        ("CUDA", _device(found)),
+        *_kernel_rows(found["kernels"]),
+        ("data", f"{data['folder']}: {data['problem'] or ', '.join(data['datasets'])}"),
+        ("memory", f"{_gibibytes(memory['free'])} of {_gibibytes(memory['total'])} free, {found['threads']} threads"),
+    ]
+    for path, free in found["disk"].items():
+        rows.append(("disk", f"{path}: {'not known' if free is None else f'{_gibibytes(free)} can be written'}"))
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    packages = [f"{name} {version}" for name, version in found["packages"].items() if version]
-    missing = [name for name, version in found["packages"].items() if not version]
-    table.add_row("fedobp", f"{found['fedobp']}, Python {found['python']}, {found['platform']}")
-    table.add_row("packages", ", ".join(packages))
-    table.add_row("not installed", ", ".join(missing) or "none")
-    device = found["device"]
-    if device:
-        memory = device["memory"]
-        about = f"{device['name']}, compute capability {'.'.join(map(str, device['capability']))}"
-        more = f", {device['count']} cards" if device["count"] > 1 else ""
-        table.add_row("CUDA", f"{about}, {_gigabytes(memory['free'])} of {_gigabytes(memory['total'])} free{more}")
-    else:
-        build = f"built for CUDA {found['cuda_build']}" if found["cuda_build"] else "without CUDA"
-        table.add_row("CUDA", f"no card that torch ({build}) can use")
-    for row in _kernel_rows(found["kernels"]):
-        table.add_row(*row)
-    data = found["data"]
-    table.add_row("data", f"{data['folder']}: {data['problem'] or ', '.join(data['datasets'])}")
-    memory = found["memory"]
-    table.add_row(
-        "memory", f"{_gigabytes(memory['free'])} of {_gigabytes(memory['total'])} free, {found['threads']} threads"
-    )
-    for path, free in found["disk"].items():
-        table.add_row("disk", f"{path}: {'not known' if free is None else f'{_gigabytes(free)} can be written'}")
+    for name, text in rows:
+        table.add_row(name, Text(text))  # no markup: names and paths may have brackets
     return table
+
+
+def _device(found: Mapping[str, Any]) -> str:
+    """Return the card that torch uses."""
+    device = found["device"]
+    if device is None:
+        build = f"built for CUDA {found['cuda_build']}" if found["cuda_build"] else "without CUDA"
+        return f"no card that torch ({build}) can use"
+    about = f"{device['name']}, compute capability {'.'.join(map(str, device['capability']))}"
+    memory = f"{_gibibytes(device['memory']['free'])} of {_gibibytes(device['memory']['total'])} free"
+    return f"{about}, {memory}{', ' + str(device['count']) + ' cards' if device['count'] > 1 else ''}"
 
 
 def _kernel_rows(kernels: Mapping[str, Any] | None) -> list[tuple[str, str]]:
