@@ -201,3 +201,20 @@ def test_every_variant_that_steps_use_is_compiled_in_advance(part, precision):
         compiled = fused._variants(config, cached.buffers.lanes, problem.data)
         assert used == set(compiled)
         assert all(one.grid[-1] == 1 for one in compiled.values())
+
+
+def test_training_compiles_what_its_evaluation_needs_and_nothing_twice(monkeypatch):
+    problem, compiled = Problem(Case(batch=32)), []
+    monkeypatch.setattr("fedobp.engine.kernels.fused.compile_all", lambda launches, *_: compiled.append(launches))
+    fused = Fused(problem.model, 32, "bf16", default_table((8, 6)).entries, problem.device, known_card("8.6"))
+    training = StepConfig(fused._shapes, "bf16", "all")
+    fused._compile(training, 2, problem.data)
+    assert {one.variant for one in compiled[-1]} == {
+        *fused._variants(training, 2, problem.data),
+        *fused._variants(fused._evaluation, problem.data.clients, problem.data),
+    }
+    for config, lanes in ((training, 2), (fused._evaluation, 1)):
+        fused._compile(config, lanes, problem.data)
+        assert compiled[-1] == []
+    fused._compile(training, 24, problem.data)
+    assert [one.kernel.__name__ for one in compiled[-1]].count("conv1") == 2  # with padding lanes, of both

@@ -1,16 +1,20 @@
 """The search for tile shapes, with prices made up by the test: a card is needed to time real ones."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from engine.kernels.interpreted import WITHOUT_GPU
+from engine.kernels.interpreted import CPU, LARGE, WITHOUT_GPU
 from fedobp.engine.kernels import tuning
 from fedobp.engine.kernels.cards import known_card
+from fedobp.engine.kernels.shapes import Shapes
 from fedobp.engine.kernels.tiles import EXACT, Tile, shipped_table
 from fedobp.engine.kernels.tuning import SEARCHED, candidates, lanes_of, search
 from fedobp.progress import shown_by
@@ -155,3 +159,53 @@ def test_without_time_only_the_table_in_use_is_timed(monkeypatch, tmp_path):
     assert (found.table, found.path) == (table, None)
     assert len(found.timings) == len(table.entries)
     assert not list(tmp_path.iterdir())
+
+
+class Event:
+    """A CUDA event: a counter instead of a clock."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        self.time = 0.0
+
+    def record(self):
+        Event.now += 0.5
+        self.time = Event.now
+
+    def elapsed_time(self, other):
+        return other.time - self.time
+
+
+def test_the_bench_launches_every_kernel_and_skips_what_cannot_be_used(monkeypatch):
+    """On the CPU, with interpreted kernels and without CUDA: what a card does differently is tested there."""
+    for name in ("synchronize", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    for name in ("device", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(tuning, "_SHAPES", Shapes(28, 1, 10, 16))
+    monkeypatch.setattr(tuning, "_SAMPLES", 8)
+    monkeypatch.setattr(tuning.Bench, "_time", partialmethod(tuning.Bench._time, times=1, loops=1))
+    monkeypatch.setattr(tuning, "ThreadPoolExecutor", partial(ThreadPoolExecutor, 1))  # the interpreter runs one
+    asked = []
+    monkeypatch.setattr(tuning, "problems", lambda kernel, card, must_read: asked.append(must_read) or [])
+    roomy = known_card("9.0")._replace(shared=2 << 20)
+    bench = tuning.Bench(roomy, "fp32", 1, CPU, must_read=True)
+    large = replace(LARGE, splits=(3, 2))
+    assert bench.price(large, "conv1") == math.inf  # it was not prepared
+    bench.prepare("conv1", [large, large], 60.0)
+    bench.prepare("conv1", [large], 60.0)
+    assert asked == [True]
+    assert bench.price(large, "conv1") == 500.0
+    bench.prepare("splits", [large], 60.0)
+    assert bench.price(large, "splits") == 1000.0  # with `update`
+    wide = replace(large, conv2=Tile(4096, 0, 4, 5))
+    bench.prepare("conv2", [wide], 60.0)
+    assert bench.price(wide, "conv2") == math.inf  # more shared memory than the card has
+    monkeypatch.setattr(tuning, "problems", lambda *_, **__: ["%a is overwritten while a product reads it"])
+    bench.prepare("conv2", [large], 60.0)
+    assert bench.price(large, "conv2") == math.inf
+    assert set(bench.kernel_times(large)) == {*SEARCHED, "update"} - {"splits"}
+    assert bench.step_time(large) == 500.0

@@ -190,7 +190,8 @@ class Fused:
             cached = None
             self._cache.pop(key, None)  # free the old buffers before allocating
             buffers = Buffers(config, *capacity, self._splits(config), self._device)
-            self._compile(config, capacity[0], data)
+            if self._device.type == "cuda":
+                self._compile(config, capacity[0], data)
             cached = self._cache[key] = _CachedSteps(config, Samples(data.x, data.y), buffers)
         return cached
 
@@ -223,8 +224,6 @@ class Fused:
 
         Training also compiles what an evaluation of all clients will need, because all of it compiles in parallel.
         """
-        if self._device.type != "cuda":
-            return
         needed = self._variants(config, lanes, data) | self._variants(self._evaluation, max(lanes, data.clients), data)
         new = {variant: one for variant, one in needed.items() if variant not in self._compiled}
         compile_all(list(new.values()), self._device, self._card, self._must_read)
