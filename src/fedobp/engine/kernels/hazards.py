@@ -35,7 +35,7 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "sge": operator.ge, "ult": operator.lt, "ule": operator.le, "ugt": operator.gt, "uge": operator.ge,
 }  # fmt: skip
 _VIEWS = ("ttg.memdesc_trans", "ttg.memdesc_reshape", "ttg.memdesc_reinterpret", "ttg.memdesc_subslice")
-_NO_ACCESS = ("ttng.init_barrier", "ttng.inval_barrier", "ttng.fence_async_shared", "ttng.tmem_alloc")
+_NO_ACCESS = ("ttng.inval_barrier", "ttng.fence_async_shared")
 
 
 class UnreadableError(Exception):
@@ -289,7 +289,9 @@ class _Execution:
             self._set(one, Slot(result))
             if one.operands:
                 self._write(Slot(result))
-            now.arrivals.pop(Slot(result), None)
+        elif name == "ttng.init_barrier":
+            for phases in (now.arrivals, now.passed):
+                phases.pop(self._slot(one, 0), None)
         elif name in ("ttg.memdesc_index", "ttg.memdesc_subview"):
             buffer, index = self._of(one.operands[:2])
             if not isinstance(buffer, Slot) or not isinstance(index, int):
