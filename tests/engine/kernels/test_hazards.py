@@ -188,6 +188,14 @@ def test_sums_are_used_after_their_product():
     assert hazards(program(start + tensor_product("a", "a", "sums1", "done", "false") + use)) == []
 
 
+def test_an_operand_in_tensor_memory_is_not_overwritten_either():
+    start = alloc("b") + barrier("done")
+    start += "".join(f"    %{name} = ttng.tmem_alloc : () -> !ttg.memdesc<x>\n" for name in ("a", "sums1"))
+    one, store = tensor_product("a", "b", "sums1", "done"), "    ttng.tmem_store %x, %a, %true : t -> !ttg.memdesc<x>\n"
+    assert hazards(program(start + store + one + store)) == OVERWRITTEN
+    assert hazards(program(start + store + one + wait("done", "c0") + store)) == []
+
+
 # Control flow, and what cannot be read.
 
 

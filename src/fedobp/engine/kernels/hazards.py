@@ -332,6 +332,7 @@ class _Execution:
             self._result(self._slot(one, 0))
         elif name == "ttng.tmem_store":
             self._result(self._slot(one, 1))
+            self._write(self._slot(one, 1))  # it may hold an operand
         elif name not in _NO_ACCESS:
             raise UnreadableError(f"it has the operation {name}")
 
