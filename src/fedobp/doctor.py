@@ -37,11 +37,11 @@ def examine(card: str | None = None, precision: Any = "bf16", folder: str | None
         "cuda_build": torch.version.cuda,
         "device": _device(device) if device else None,
         "kernels": diagnosis(chosen, precision, present=card is None) if chosen else None,
-        "kernel_cache": str(cache_folder()),
+        "kernel_cache": None if cache_folder() is None else str(cache_folder()),
         "data": _data(place),
         "threads": torch.get_num_threads(),
         "memory": {"total": memory_of(torch.device("cpu")), "free": free_bytes()},
-        "disk": {str(path): _free_disk(path) for path in dict.fromkeys((Path.cwd(), place, cache_folder()))},
+        "disk": {str(path): _free_disk(path) for path in dict.fromkeys((Path.cwd(), place))},
     }
 
 
@@ -54,7 +54,7 @@ def tune_card(precision: Any, seconds: float) -> dict[str, Any]:
     if problem := card_problem(card) or triton_problem():
         raise FedobpError(problem)
     in_use = known_table(card, precision)
-    found = tune(card, precision, device, seconds, None if seconds else in_use)
+    found = tune(card, precision, device, seconds, in_use)
     return {
         "card": card.name,
         "capability": card.version,
@@ -89,9 +89,9 @@ def _data(folder: Path) -> dict[str, Any]:
 
 def _free_disk(path: Path) -> int | None:
     """Return the free bytes where a path is, or would be made; None: that cannot be found out."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
     try:
+        while not path.exists() and path != path.parent:
+            path = path.parent
         return shutil.disk_usage(path).free if os.access(path, os.W_OK) else 0
     except OSError:
         return None

@@ -1,5 +1,7 @@
 """`fedobp doctor`: what this machine has, for bug reports."""
 
+import sys
+from contextlib import redirect_stdout
 from typing import Annotated
 
 import typer
@@ -39,6 +41,6 @@ def doctor(
     from fedobp.doctor import examine
     from fedobp.report.machine import doctor_table
 
-    with task_progress():
+    with task_progress(), redirect_stdout(sys.stderr):  # what Triton prints
         found = examine(card, precision, data_dir)
     print_result(found if as_json else doctor_table(found))

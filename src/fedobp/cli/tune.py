@@ -1,5 +1,7 @@
 """`fedobp tune`: search for the tile shapes of this machine's card."""
 
+import sys
+from contextlib import redirect_stdout
 from typing import Annotated
 
 import typer
@@ -40,6 +42,6 @@ def tune(
 
     if not torch.cuda.is_available():
         raise FedobpError("fedobp tune needs a CUDA card that torch can use, and there is none here")
-    with task_progress():
+    with task_progress(), redirect_stdout(sys.stderr):  # what Triton prints
         found = tune_card(precision, seconds)
     print_result(found if as_json else tune_table(found))

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ CARD = Card((8, 9), 99 * 1024, "NVIDIA L4")
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "_kept", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "fedobp" / "kernels"
 
@@ -50,8 +52,28 @@ def test_a_file_of_another_key_counts_as_absent():
     assert cache.load("tiles", key) is None
 
 
-def test_a_folder_that_cannot_be_written_is_a_warning(place):
+def test_a_folder_that_cannot_be_written_is_a_warning_and_the_process_remembers(place):
     place.parent.mkdir(parents=True)
     place.write_text("a file where the folder should be")
-    with pytest.warns(UserWarning, match="cannot be written .* so this is done again next time"):
-        assert cache.save("tiles", cache.key_for(CARD, "bf16"), [1]) is None
+    key = cache.key_for(CARD, "bf16")
+    with pytest.warns(UserWarning, match=r"cannot be written .* so this is done again next time"):
+        assert cache.save("tiles", key, [1]) is None
+    assert cache.load("tiles", key) == [1]
+    assert cache.load("tiles", {**key, "card": "another"}) is None
+
+
+def test_what_is_kept_is_in_no_file(place):
+    key = cache.key_for(CARD, "bf16")
+    cache.keep("self-check", key, "a step differs")
+    assert cache.load("self-check", key) == "a step differs"
+    assert not place.exists()
+
+
+def test_a_user_without_a_home_folder_has_no_files(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "expanduser", lambda self: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert cache.cache_folder() is None
+    key = cache.key_for(CARD, "bf16")
+    assert cache.load("tiles", key) is None
+    assert cache.save("tiles", key, [1]) is None
+    assert cache.load("tiles", key) == [1]

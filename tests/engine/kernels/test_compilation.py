@@ -58,11 +58,13 @@ class Launch:
     """A launch on a card that is not there."""
 
     def __init__(self, name, compiled):
-        self.kernel, self.compiled, self.times, self.variant = SimpleNamespace(__name__=name), compiled, 0, object()
+        self.kernel, self.found, self.times, self.variant = SimpleNamespace(__name__=name), compiled, 0, object()
+
+    def compiled(self):
+        return self.found
 
     def __call__(self):
         self.times += 1
-        return self.compiled
 
 
 @pytest.fixture
@@ -72,17 +74,19 @@ def no_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(compilation, "Launch", Launch)
 
 
 @pytest.mark.usefixtures("no_cuda")
 def test_all_variants_are_compiled_and_a_race_is_refused(monkeypatch):
     good = [Launch(name, kernel(name)) for name in ("conv1", "conv2")]
     compilation.compile_all(good, torch.device("cuda"), HOPPER)
-    assert [one.times for one in good] == [1, 1]
+    assert [one.times for one in good] == [2, 2]  # in another thread, and in this one
     bad = [*good, Launch("dense", kernel("dense", shared=1 << 20))]
     compilation.compile_all(bad, torch.device("cuda"), None)
     with pytest.raises(FedobpError, match=r"kernel dense cannot be used on this card: needs .* use --kernels off"):
         compilation.compile_all(bad, torch.device("cuda"), HOPPER)
+    assert bad[-1].times == 2  # not launched again: it is checked before
 
 
 @pytest.mark.usefixtures("no_cuda")
@@ -91,7 +95,7 @@ def test_what_cannot_be_read_is_refused_unless_that_is_allowed():
     assert checks.problems(unreadable, HOPPER, must_read=False) == []
     one = Launch("conv1", unreadable)
     compilation.compile_all([one], torch.device("cuda"), HOPPER, must_read=False)
-    assert one.times == 1
+    assert one.times == 2
     with pytest.raises(FedobpError, match=r"kernel conv1 .* has IR that cannot be read: it has .* ttg.remote"):
         compilation.compile_all([one], torch.device("cuda"), HOPPER)
 
@@ -102,6 +106,7 @@ def test_kernels_of_custom_losses_are_checked_once():
     assert good.times == 2
     with pytest.raises(FedobpError, match="kernel conv2 cannot be used on this card: needs"):
         compilation.launch_checked([good, bad], HOPPER, must_read=True)
+    assert bad.times == 0
     compilation.launch_checked([bad], None, must_read=True)
 
 

@@ -81,6 +81,7 @@ class Machine:
 def machine(monkeypatch, tmp_path):
     found = Machine()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cache, "_kept", {})
     monkeypatch.setattr(dispatch, "card_of", lambda device: found.card)
     monkeypatch.setattr(dispatch, "triton_problem", lambda: None)
     monkeypatch.setattr("fedobp.engine.kernels.fused.Fused", Fused)
@@ -150,7 +151,9 @@ def refused(machine, sentence, mode_on=None):
 def test_a_failed_self_check_is_named_with_its_numbers(machine):
     machine.wrong = "a step differs from the reference by 0.31 in conv2.weight (at most 0.2 is allowed)"
     refused(machine, r"the fused kernels failed their self-check on NVIDIA H200 \(a step differs .* by 0.31 in conv2")
+    assert machine.asked.count("self-check") == 2  # once, and once for `on`, which may use other kernels
     machine.wrong = None
+    cache._kept.clear()  # as in the next process
     assert fused_for(CNN, 32, "bf16", "auto", CUDA) is not None
 
 
@@ -189,8 +192,21 @@ def test_a_kernel_that_does_not_compile_fails_the_self_check(machine, monkeypatc
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("fedobp.engine.kernels.self_check.disagreement", full)
+    cache._kept.clear()
     with pytest.raises(torch.OutOfMemoryError):
         fused_for(CNN, 32, "bf16", "auto", CUDA)
+
+
+def test_tuning_that_fails_takes_the_general_path(machine, monkeypatch):
+    def tune(*given, **more):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.67 GiB.")
+
+    machine.card = Card((8, 9), 99 * 1024, "NVIDIA L4")
+    monkeypatch.setattr("fedobp.engine.kernels.tuning.tune", tune)
+    with pytest.warns(UserWarning, match="kernels") as said:
+        assert fused_for(CNN, 32, "bf16", "auto", CUDA) is None
+    assert "could not be tuned for NVIDIA L4 (CUDA out of memory" in str(said[-1].message)
+    assert "the general path trains" in str(said[-1].message)
 
 
 def test_a_card_of_another_maker(machine, monkeypatch):

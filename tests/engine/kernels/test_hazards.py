@@ -103,6 +103,33 @@ def test_a_tile_must_have_arrived_before_it_is_read():
     assert hazards(program(early + arrive(0) + load + copy("s"))) == []
 
 
+def test_a_slot_is_left_alone_while_a_copy_is_on_its_way():
+    start = alloc("a", 3) + slot("s", "a", "c0") + slot("other", "a", "c1") + copy("s")
+    wrong = "while a copy is on its way to it"
+    store = f"    ttg.local_store %x, %s : tensor<64x64xbf16> -> {TILE}\n"
+    assert hazards(program(start + store)) == hazards(program(start + copy("s"))) == [f"%a is overwritten {wrong}"]
+    assert hazards(program(start + "    ttg.local_dealloc %a : !ttg.memdesc<x>\n")) == [f"%a is freed {wrong}"]
+    assert hazards(program(start + copy("other"))) == []
+    assert hazards(program(start + arrive(0) + store + copy("s"))) == []
+
+
+def test_a_synchronous_product_ends_those_before_it():
+    start = alloc("a") + alloc("b") + product("a", "a") + product("b", "b", asynchronous=False)
+    store = f"    ttg.local_store %x, %a : tensor<64x64xbf16> -> {TILE}\n"
+    assert hazards(program(start + store)) == []
+
+
+def test_loops_are_executed_to_their_end():
+    """Sixteen iterations are not enough: a race in the last of 40 is found, and what is switched off there is not."""
+    long = program(
+        alloc("a") + "    %c40 = arith.constant 40 : i32\n    %c39 = arith.constant 39 : i32\n"
+        "    scf.for %i = %c0 to %c40 step %c1 : i32 {\n    %end = arith.cmpi eq, %i, %c39 : i32\n    scf.if %end {\n"
+        + product("a", "a") + f"      ttg.local_store %x, %a : tensor<64x64xbf16> -> {TILE}\n    }}\n    }}\n"
+    )  # fmt: skip
+    assert hazards(long) == OVERWRITTEN
+    assert hazards(long.replace("eq, %i", "slt, %c39")) == []
+
+
 def test_a_copy_that_is_masked_out_writes_nothing():
     """Two slots are enough for a loop of two products: nothing is left to copy."""
     assert hazards(pipeline(2, 1, iterations=2, mask="mask")) == []
@@ -120,7 +147,9 @@ def test_without_its_waits_every_pipeline_has_a_race():
     text = without_waits(pipeline(3, 1))
     assert hazards(text) == [
         "%a is read before its copy has arrived",
+        "%a is overwritten while a copy is on its way to it",
         *OVERWRITTEN,
+        "%a is freed while a copy is on its way to it",
         "%a is freed while a product reads it",
     ]
 

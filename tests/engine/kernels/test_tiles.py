@@ -3,7 +3,7 @@ import json
 import pytest
 
 from engine.kernels.interpreted import WITHOUT_GPU
-from fedobp.engine.kernels.cards import known_card, known_cards
+from fedobp.engine.kernels.cards import KNOWN, known_card
 from fedobp.engine.kernels.tiles import EXACT, default_table, shipped_table, table_from_json
 from fedobp.errors import FedobpError
 
@@ -23,13 +23,13 @@ def test_tables_are_sorted_and_cover_any_number_of_lanes():
 
 
 def test_every_card_has_a_table_to_start_from():
-    for card in known_cards():
-        table = default_table(card.capability)
+    for capability in KNOWN:
+        table = default_table(capability)
         lanes = [entry.lanes for entry in table.entries]
         assert lanes == sorted(set(lanes))
         assert lanes[-1] >= 1 << 20
         # With more warps Triton 3.6 does not compile it for 10.0.
-        assert card.capability[0] != 10 or {one.weights_backward.warps for one in table.entries} == {2}
+        assert capability[0] != 10 or {one.weights_backward.warps for one in table.entries} == {2}
     assert shipped_table((8, 6), "bf16") is None
 
 
@@ -52,6 +52,9 @@ def test_a_table_is_known_by_its_hash_and_survives_a_file():
         lambda content: [{**content[-1], "conv1": [64, 1.5, 4, 2]}],
         lambda content: [{**content[-1], "conv1": [64, -1, 4, 2]}],
         lambda content: [{**content[-1], "conv3": [64, 1, 4, 2]}],
+        lambda content: [{**content[-1], "splits": []}],
+        lambda content: [{**content[-1], "splits": {}}],
+        lambda content: [{**content[-1], "splits": [5]}],
         lambda content: [{"lanes": 1 << 30}],
         lambda content: 3,
     ],
@@ -65,5 +68,5 @@ def test_cards_by_their_compute_capability():
     assert known_card("8.6").shared == known_card("12.0").shared == 99 * 1024
     assert known_card("9.0").capability == (9, 0)
     assert known_card("10.0").version == "10.0"
-    with pytest.raises(FedobpError, match=r"--card 8\.5 is no compute capability that is known: 8\.0, 8\.6"):
+    with pytest.raises(FedobpError, match=r"unknown compute capability '8\.5'"):
         known_card("8.5")

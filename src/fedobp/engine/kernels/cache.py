@@ -8,6 +8,7 @@ import json
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,18 @@ import torch
 from fedobp._version import __version__
 from fedobp.engine.kernels.cards import Card
 from fedobp.errors import FedobpError
-from fedobp.files import write_json
+from fedobp.files import regular, write_json
 
 Key = Mapping[str, Any]
+_kept: dict[str, Any] = {}  # by a file's name: what is not in a file
 
 
-def cache_folder() -> Path:
-    """Return the folder of these files, in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedobp" / "kernels"
+def cache_folder() -> Path | None:
+    """Return the folder of these files, in the user's cache; None: the user has no home folder."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedobp" / "kernels"
+    except RuntimeError:
+        return None
 
 
 def key_for(card: Card, precision: str, **more: Any) -> dict[str, Any]:
@@ -34,28 +39,36 @@ def key_for(card: Card, precision: str, **more: Any) -> dict[str, Any]:
     return {"card": card.name, "capability": card.version, "precision": precision, **versions, **more}
 
 
-def path_of(kind: str, key: Key) -> Path:
-    """Return the file of a key."""
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return cache_folder() / f"{kind}-{name}.json"
-
-
 def load(kind: str, key: Key) -> Any:
     """Return the content that was saved under a key; None: there is none."""
-    try:
-        saved = json.loads(path_of(kind, key).read_text(encoding="utf-8"))
-        return saved["content"] if saved["key"] == dict(key) else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    name = _name(kind, key)
+    with suppress(OSError, FedobpError, ValueError, KeyError, TypeError, RecursionError):
+        if folder := cache_folder():
+            saved = json.loads(regular(folder / name).read_text(encoding="utf-8"))
+            if saved["key"] == dict(key):
+                return saved["content"]
+    return _kept.get(name)
 
 
 def save(kind: str, key: Key, content: Any) -> Path | None:
-    """Save content under a key; None: the folder cannot be written, and a warning says so."""
-    path = path_of(kind, key)
+    """Save content under a key; None: there is no folder for it, and this process alone keeps it."""
+    folder, name = cache_folder(), _name(kind, key)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"key": dict(key), "content": content})
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / name, {"key": dict(key), "content": content})
+            return folder / name
     except (OSError, FedobpError) as error:
-        warnings.warn(f"{path.parent} cannot be written ({error}), so this is done again next time", stacklevel=2)
-        return None
-    return path
+        warnings.warn(f"{folder} cannot be written ({error}), so this is done again next time", stacklevel=2)
+    keep(kind, key, content)
+    return None
+
+
+def keep(kind: str, key: Key, content: Any) -> None:
+    """Keep content under a key in this process alone: what may be otherwise next time."""
+    _kept[_name(kind, key)] = content
+
+
+def _name(kind: str, key: Key) -> str:
+    """Return the name of a key's file."""
+    return f"{kind}-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]}.json"

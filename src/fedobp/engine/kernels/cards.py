@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import torch
 
-from fedobp.errors import FedobpError, short
+from fedobp.errors import unknown
 
 # Shared memory of a block in KiB, and cards of each compute capability, by NVIDIA's programming guide.
-_KNOWN = {
+KNOWN = {
     (8, 0): (163, "A100, A30"),
     (8, 6): (99, "RTX 30, A10, A40"),
     (8, 7): (163, "Jetson Orin"),
@@ -43,13 +43,8 @@ def card_of(device: torch.device) -> Card:
 
 def known_card(version: str) -> Card:
     """Return the cards of a compute capability that is written as 8.6."""
-    cards = {f"{major}.{minor}": (major, minor) for major, minor in _KNOWN}
+    cards = {f"{major}.{minor}": (major, minor) for major, minor in KNOWN}
     if version not in cards:
-        raise FedobpError(f"--card {short(version)} is no compute capability that is known: {', '.join(cards)}")
-    shared, names = _KNOWN[cards[version]]
+        raise unknown("compute capability", version, cards)
+    shared, names = KNOWN[cards[version]]
     return Card(cards[version], shared * 1024, names)
-
-
-def known_cards() -> list[Card]:
-    """Return the cards of all known compute capabilities."""
-    return [known_card(f"{major}.{minor}") for major, minor in _KNOWN]

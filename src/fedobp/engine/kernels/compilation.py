@@ -1,8 +1,8 @@
-"""Compilation of kernels before their use: in parallel, each checked."""
+"""Compilation of kernels before their use: in parallel, each checked before it is launched."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -11,37 +11,50 @@ from fedobp.engine.kernels.checks import problems
 from fedobp.engine.kernels.launches import Launch
 from fedobp.errors import FedobpError
 
+T = TypeVar("T")
 _checked: set[Hashable] = set()  # variants, each with the card for which it was checked
 
 
 def compile_all(launches: Sequence[Launch], device: torch.device, card: Card | None, must_read: bool = True) -> None:
-    """Launch kernels once, in parallel, so that Triton compiles and loads them.
+    """Compile and launch kernels once, in parallel, so that they are loaded before a graph is captured.
 
     Triton's passes and the assembler run without Python's lock, so threads are enough. With a card, a kernel that has a
-    race is refused, and if it `must_read` them also one whose IR cannot be read.
+    race is refused before it is launched, and if it `must_read` them also one whose IR cannot be read.
     """
+    with ThreadPoolExecutor() as pool:
+        compiled = list(pool.map(on_stream(device, Launch.compiled), launches))
+        for one, kernel in zip(launches, compiled, strict=True):
+            _refuse_problems(one, kernel, card, must_read)
+        list(pool.map(on_stream(device, Launch.__call__), launches))
+    # Triton keeps compiled kernels in a table that it does not lock. What one thread has lost for another is in its
+    # cache on disk, and is loaded here: not while a graph is captured.
+    for one in launches:
+        one()
+
+
+def on_stream(device: torch.device, function: Callable[[Launch], T]) -> Callable[[Launch], T]:
+    """Return a function for other threads, which uses the device and stream of this one."""
     stream = torch.cuda.current_stream(device)
 
-    def launch(one: Launch) -> tuple[str, Any]:
+    def call(launch: Launch) -> T:
         with torch.cuda.device(device), torch.cuda.stream(stream):
-            return one.kernel.__name__, one()
+            return function(launch)
 
-    with ThreadPoolExecutor() as pool:
-        compiled = list(pool.map(launch, launches))
-    for name, kernel in compiled:
-        _refuse_problems(name, kernel, card, must_read)
+    return call
 
 
 def launch_checked(launches: Iterable[Launch], card: Card | None, must_read: bool) -> None:
-    """Launch kernels one after another; those whose variant is new are checked like the others."""
+    """Launch kernels one after another; those whose variant is new are checked before."""
     for one in launches:
-        kernel, known = one(), (one.variant, card, must_read)
-        if known not in _checked:
-            _refuse_problems(one.kernel.__name__, kernel, card, must_read)
+        known = one.variant, card, must_read
+        if card and known not in _checked:
+            _refuse_problems(one, one.compiled(), card, must_read)
             _checked.add(known)
+        one()
 
 
-def _refuse_problems(name: str, kernel: Any, card: Card | None, must_read: bool) -> None:
+def _refuse_problems(launch: Launch, kernel: Any, card: Card | None, must_read: bool) -> None:
     wrong = problems(kernel, card, must_read=must_read) if card else []
     if wrong:
+        name = launch.kernel.__name__
         raise FedobpError(f"the kernel {name} cannot be used on this card: {'; '.join(wrong)}; use --kernels off")

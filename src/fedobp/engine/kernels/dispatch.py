@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 TRITON = ">=3.6,<3.8"  # tested; a newer one is used if its IR can be read
 _OLDEST_TRITON = (3, 6)
 FIRST_USE_SECONDS = 60.0
+_PASSED = "passed"
 
 
 class Unusable(Exception):
@@ -83,23 +84,27 @@ def checked(model: Model, batch: int, precision: "KernelPrecision", mode: Kernel
     if must_read and not check.readable:
         version = import_module("triton").__version__
         raise Unusable(
-            f"the fused kernels cannot be checked for races with Triton {version} ({check.sentence}; "
-            f"pip install 'triton{TRITON}', or --kernels on to use them all the same)"
+            f"the fused kernels cannot be checked for races with Triton {version} ({check.sentence}; they are tested "
+            f"with Triton {TRITON}, and --kernels on uses them all the same)"
         )
-    table = table_for(card, precision, device, must_read)
+    try:
+        table = table_for(card, precision, device, must_read)
+    except Exception as error:  # too little memory on the card, or a kernel does not compile
+        raise Unusable(f"the fused kernels could not be tuned for {card.name} ({first_line(error)})") from error
     fused = Fused(model, batch, precision, table.entries, device, card, must_read)
     shape = [*model.shape, model.classes, batch]
     key = files.key_for(card, precision, table=table.hash, shape=shape, must_read=must_read)
-    if files.load("self-check", key) is None:
+    verdict = files.load("self-check", key)
+    if verdict is None:
         try:
-            wrong = disagreement(fused, model)
+            verdict = disagreement(fused, model) or _PASSED
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a kernel does not compile, or cannot be used: Triton's classes are unrelated
-            wrong = first_line(error)
-        if wrong:
-            raise Unusable(f"the fused kernels failed their self-check on {card.name} ({wrong})")
-        files.save("self-check", key, "passed")
+            verdict = first_line(error)
+        (files.save if verdict == _PASSED else files.keep)("self-check", key, verdict)
+    if verdict != _PASSED:
+        raise Unusable(f"the fused kernels failed their self-check on {card.name} ({verdict})")
     return fused
 
 
@@ -118,7 +123,7 @@ def triton_problem(*, launches: bool = True) -> str | None:
         triton = import_module("triton")
         if tuple(map(int, triton.__version__.split(".")[:2])) < _OLDEST_TRITON:
             return f"the fused kernels need Triton 3.6 or newer, and this is {triton.__version__} (update torch)"
-        if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        if os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y"):
             return "the fused kernels cannot be compiled while TRITON_INTERPRET is set (unset it)"
         if launches:
             triton.runtime.driver.active.utils  # builds the launcher with the machine's C compiler  # noqa: B018
@@ -127,7 +132,7 @@ def triton_problem(*, launches: bool = True) -> str | None:
             f"the fused kernels need Triton, which CUDA builds of torch bring on Linux (pip install 'triton{TRITON}')"
         )
     except (RuntimeError, OSError, SubprocessError) as error:
-        return f"the fused kernels need a working Triton, and this one fails ({str(error).splitlines()[0]})"
+        return f"the fused kernels need a working Triton, and this one fails ({first_line(error)})"
     return None
 
 

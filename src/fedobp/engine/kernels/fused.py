@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -77,7 +77,6 @@ class Fused:
         channels, side, _ = model.shape
         self._batch, self._precision, self._table, self._device, self._card = batch, precision, tiles, device, card
         self._must_read = must_read
-        self._tiles = cache(self._fitting_tiles)
         self._shapes = Shapes(side, channels, model.classes, max(16, 1 << (batch - 1).bit_length()))
         order = kernel_order(model.layout, self._shapes)
         self._size = model.layout.size
@@ -195,7 +194,7 @@ class Fused:
             cached = self._cache[key] = _CachedSteps(config, Samples(data.x, data.y), buffers)
         return cached
 
-    def _fitting_tiles(self, shapes: Shapes) -> tuple[Tiles, ...]:
+    def _tiles(self, shapes: Shapes) -> tuple[Tiles, ...]:
         """Return the tile shapes for the sizes of a step."""
         return fitting_table(self._table, shapes, self._precision, self._card)
 

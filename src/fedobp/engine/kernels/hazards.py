@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from itertools import zip_longest
 
-_ITERATIONS = 16  # of a loop: more than twice the slots of any buffer
+_ITERATIONS = 16  # of a loop whose end is not known: more than twice the slots of any buffer
+_MOST = 1_000  # iterations of any loop
 _NAME = re.compile(r"%[\w$.\-]+(?:#\d+)?")
 _OPERATION = re.compile(r"^\s*(?:(%[\w$.\-]+)(?::(\d+))? = )?\"?([a-z]+\.[\w.]+)\"?(.*)$")
 _LABEL = re.compile(r"\^bb\d+")
@@ -246,13 +247,12 @@ class _Execution:
     # Control flow.
 
     def _loop(self, one: _Operation) -> None:
-        """Execute a loop: as many iterations as it has, up to a number after which all slots have been used again."""
+        """Execute a loop; if its end is not known, until all slots have been used again."""
         index, low, high, step = one.operands[:4]
         inside, carried = one.operands[4::2], self._of(one.operands[5::2])
         start, end, by = (value if isinstance(value, int) else None for value in self._of((low, high, step)))
         start, by = start or 0, max(1, by or 1)
-        last = start + by * _ITERATIONS
-        for at in range(start, last if end is None else min(last, end), by):
+        for at in range(start, start + by * _ITERATIONS if end is None else min(end, start + by * _MOST), by):
             self._values.update(zip((index, *inside), (at, *carried), strict=True))
             carried = self.run(one.regions[0])
             self._check_lifetimes(one, carried)
@@ -292,7 +292,7 @@ class _Execution:
         elif name == "ttng.init_barrier":
             for phases in (now.arrivals, now.passed):
                 phases.pop(self._slot(one, 0), None)
-        elif name in ("ttg.memdesc_index", "ttg.memdesc_subview"):
+        elif name == "ttg.memdesc_index":
             buffer, index = self._of(one.operands[:2])
             if not isinstance(buffer, Slot) or not isinstance(index, int):
                 raise UnreadableError("it indexes a buffer by a number that is not known")
@@ -320,6 +320,8 @@ class _Execution:
             reads = self._operands(one, one.text.split("->")[0].count("!ttg.memdesc"))
             if "isAsync = true" in one.text:
                 now.products.append(_Product(reads))
+            else:  # it waits for itself, and with that for those before it
+                now.products = []
         elif name == "ttng.warp_group_dot_wait":
             number = one.number("pendings")
             now.products = now.products[max(0, len(now.products) - number) :]
@@ -356,6 +358,8 @@ class _Execution:
             self.found.append(f"{slot.buffer} is read before its copy has arrived")
 
     def _write(self, slot: Slot, how: str = "overwritten") -> None:
+        if any(slot.overlaps(copy) for group in (*self._now.groups, self._now.uncommitted) for copy in group):
+            self.found.append(f"{slot.buffer} is {how} while a copy is on its way to it")
         if any(slot.overlaps(read) for product in self._now.products for read in product.reads):
             self.found.append(f"{slot.buffer} is {how} while a product reads it")
 

@@ -30,9 +30,14 @@ class Launch:
     warps: int = 4
     stages: int = 3
 
-    def __call__(self) -> Any:
-        """Launch the kernel; the first launch compiles it. Return the compiled kernel."""
-        return self.kernel[self.grid](*self.args, *self.constants, num_warps=self.warps, num_stages=self.stages)
+    def __call__(self) -> None:
+        """Launch the kernel; the first launch compiles it."""
+        self.kernel[self.grid](*self.args, *self.constants, num_warps=self.warps, num_stages=self.stages)
+
+    def compiled(self) -> Any:
+        """Return the kernel compiled for the current card, as a launch would use it, without launching it."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return self.kernel.warmup(*self.args, *self.constants, grid=self.grid, **options)
 
     @property
     def variant(self) -> Hashable:

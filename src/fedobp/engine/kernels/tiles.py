@@ -96,9 +96,9 @@ def shipped_table(capability: tuple[int, int], precision: str) -> Table | None:
 
 def default_table(capability: tuple[int, int]) -> Table:
     """Return a table that was not tuned: small shapes, which suit no card best and fit every one."""
-    # With four warps Triton 3.6 does not compile this kernel for 10.0, and 3.7 not in tf32. With two, products read
-    # registers.
-    backward = Tile(32, 32, 2 if capability[0] == 10 else 4, 2)
+    # With four warps Triton 3.6 does not compile this kernel for 10.x, and 3.7 for 10.x and 11.x not in tf32. With two,
+    # products read registers.
+    backward = Tile(32, 32, 2 if capability[0] in (10, 11) else 4, 2)
     small = Tiles(2, Tile(64, 1, 4, 2), Tile(32, 0, 4, 2), Tile(32, 64, 4, 3), Tile(64, 0, 4, 2), Tile(32, 64, 4, 2),
                   Tile(64, 1, 4, 2), backward, (28, 5))  # fmt: skip
     few = [replace(small, lanes=lanes) for lanes in (2, 6, EXACT)]
@@ -119,7 +119,9 @@ def table_from_json(content: Any) -> Table:
 
 def _tile(name: str, value: Any) -> Any:
     """Return one value of an entry: a number, the splits, or a tile."""
-    numbers = [value] if name == "lanes" else value
+    numbers = [value] if name == "lanes" else list(value)
+    if name == "splits" and len(numbers) != 2:
+        raise ValueError
     if not all(type(number) is int and 0 <= number <= _MANY for number in numbers):
         raise ValueError
     if name == "lanes":

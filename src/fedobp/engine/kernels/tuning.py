@@ -22,6 +22,7 @@ import triton
 from fedobp.engine.kernels import cache
 from fedobp.engine.kernels.cards import Card
 from fedobp.engine.kernels.checks import problems
+from fedobp.engine.kernels.compilation import on_stream
 from fedobp.engine.kernels.launches import Launch
 from fedobp.engine.kernels.shapes import Shapes
 from fedobp.engine.kernels.shared_memory import fitting_table
@@ -33,6 +34,7 @@ from fedobp.progress import report
 SEARCHED = ("weights_backward", "splits", "dense_backward", "conv2_inputs", "conv2", "dense", "conv1", "head")
 _SHAPES = Shapes(32, 3, 10, 32)  # the paper's CIFAR10
 _STEPS = 512
+_REPLAY = 5_000.0  # microseconds of work in a graph that is timed
 _SAMPLES = 4096
 _SPLITS = {True: tuple(product((28, 49), (5, 12))), False: tuple(product((4, 7, 14), (1, 2, 5)))}  # few lanes, many
 
@@ -66,8 +68,8 @@ def candidates(what: str, tiles: Tiles, precision: str, capability: tuple[int, i
         return [replace(tiles, splits=splits) for splits in _SPLITS[few]]
     # With two warps Triton uses the older matrix instruction, which reads float32 operands in any layout.
     warps = (4, 8) if precision == "bf16" else (2, 4, 8)
-    # Triton 3.6 compiles this kernel for 10.0 with two warps only, 3.7 in bf16 with more.
-    few_warps = capability[0] == 10 and (precision != "bf16" or triton.__version__.startswith("3.6."))
+    # Triton 3.6 compiles this kernel for 10.x with two warps only, 3.7 in bf16 with more.
+    few_warps = capability[0] in (10, 11) and (precision != "bf16" or triton.__version__.startswith("3.6."))
     grids: dict[str, tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]] = {
         "conv1": ((64,), (1,) if few else (2, 7, 14), warps, (2, 3)),
         "conv2": ((16, 32, 64) if few else (32, 64), (0,), warps, (2, 3, 4)),
@@ -99,7 +101,7 @@ def search(
             break
         entries = list(dict.fromkeys([best, *candidates(what, best)]))
         prepare(what, entries, left)
-        prices = [price(entry, what) for entry in entries]
+        prices = [price(entry, what) if seconds_left() > 0 else math.inf for entry in entries]
         best = entries[prices.index(min(prices))]
     return best
 
@@ -142,17 +144,19 @@ class Bench:
     def prepare(self, what: str, entries: Sequence[Tiles], seconds: float) -> None:
         """Compile a kernel in many shapes at once, on one lane, and note which can be used."""
         chosen = {one.variant: one for tiles in entries for one in self._timed(tiles, what, self._small)}
-        stream = torch.cuda.current_stream(self.device)
 
         def is_usable(one: Launch) -> bool:
             try:
-                with torch.cuda.device(self.device), torch.cuda.stream(stream):
-                    return not problems(one(), self.card, must_read=self._must_read)
+                if problems(one.compiled(), self.card, must_read=self._must_read):
+                    return False
+                one()
             except Exception:  # too few resources on the card, or the compiler fails
                 return False
+            return True
 
+        check = on_stream(self.device, is_usable)
         with ThreadPoolExecutor() as pool:
-            found = {name: pool.submit(is_usable, one) for name, one in chosen.items() if name not in self._usable}
+            found = {name: pool.submit(check, one) for name, one in chosen.items() if name not in self._usable}
             wait(found.values(), seconds)
             pool.shutdown(wait=True, cancel_futures=True)
         self._usable |= {name: job.result() for name, job in found.items() if not job.cancelled()}
@@ -185,23 +189,24 @@ class Bench:
         return {name: self._time(launch) for name, launch in self.launches(tiles).items()}
 
     def _time(self, job: Callable[[], Any], times: int = 20, loops: int = 5) -> float:
-        """Return the microseconds of a job, replayed from a graph."""
+        """Return the microseconds of a job, replayed from a graph: up to 20 times at once, less often if it is slow."""
         job()
-        torch.cuda.synchronize(self.device)
+        times = max(1, min(times, int(_REPLAY / self._elapsed(job))))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(times):
                 job()
-        took = []
-        for _ in range(loops + 1):
-            self.reset()
-            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begun.record()
-            graph.replay()
-            ended.record()
-            torch.cuda.synchronize(self.device)
-            took.append(float(begun.elapsed_time(ended)) * 1e3 / times)
-        return median(took[1:])
+        return median([self._elapsed(graph.replay) / times for _ in range(loops + 1)][1:])
+
+    def _elapsed(self, job: Callable[[], Any]) -> float:
+        """Return the microseconds of a job, from the first batch on."""
+        self.reset()
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        job()
+        ended.record()
+        torch.cuda.synchronize(self.device)
+        return float(begun.elapsed_time(ended)) * 1e3
 
 
 def lanes_of(entry: Tiles) -> int:
