@@ -34,6 +34,7 @@ def doctor_table(found: Mapping[str, Any]) -> RenderableType:
         ("data", f"{data['folder']}: {data['problem'] or ', '.join(data['datasets'])}"),
         ("memory", f"{_gibibytes(memory['free'])} of {_gibibytes(memory['total'])} free, {found['threads']} threads"),
     ]
+    rows.append(("kernel cache", found["kernel_cache"] or "none: there is no home folder"))
     for path, free in found["disk"].items():
         rows.append(("disk", f"{path}: {'not known' if free is None else f'{_gibibytes(free)} can be written'}"))
     table = Table.grid(padding=(0, 2))
