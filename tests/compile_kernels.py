@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
 
 from fedobp.engine.kernels.cards import known_card
 from fedobp.engine.kernels.checks import hazard_check, problems
@@ -87,6 +89,40 @@ class Compiler:
             _Gradients.apply(config, out, *saved)
 
 
+class Driver:
+    """A driver without a card, for Triton's own way from a launch to a compiled kernel."""
+
+    def __init__(self, capability):
+        major, minor = capability
+        self._target = GPUTarget("cuda", 10 * major + minor, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return self._target
+
+
+def program(kernel):
+    """A kernel's IR without the lines of the source."""
+    return re.sub(r" loc\(.*", "", kernel.asm["ttgir"])
+
+
+def check_launches(version):
+    """A launch on the card uses the kernels that are compiled here; a process has one card."""
+    compiler = Compiler(version)
+    driver.set_active(Driver(compiler.card.capability))
+    table = shipped_table(compiler.card.capability, "bf16") or default_table(compiler.card.capability)
+    for name, launch in compilable(StepConfig(CIFAR, "bf16", "all"), table.entries[0], padded=False).items():
+        here = launch.compiled_for(compiler.card.capability)
+        if program(launch.compiled()) != program(here):
+            compiler.wrong.append(f"{version}: {name} is another kernel when it is launched")
+    return compiler.wrong
+
+
 def spills(kernel):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -134,7 +170,7 @@ def main():
     parser.add_argument("--cards", default=CARDS)
     given = parser.parse_args()
     assert not triton.knobs.runtime.interpret, "unset TRITON_INTERPRET"
-    wrong = []
+    wrong = check_launches(given.cards.split(",")[0])
     for version in given.cards.split(","):
         compiler = Compiler(version)
         # Custom losses launch their kernels by themselves.
