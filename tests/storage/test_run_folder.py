@@ -8,13 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from threading import Barrier
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fedobp import Config, Federation, FedobpError, sweep
 from fedobp.config import read_config
+from fedobp.engine import Lanes
 from fedobp.files import write
+from fedobp.models import Model
 from fedobp.storage import RunFolder, claim, new_run_folder
 
 TINY = {"dataset": "digits", "clients": 5, "rounds": 2, "epochs": 1, "model": "mlp"}
@@ -51,6 +54,22 @@ def test_the_configuration_names_versions_and_threads(run):
     assert head[0] == "# Run again with: fedobp run --config config.toml"
     assert f"torch {torch.__version__}" in head[1]
     assert f"{torch.get_num_threads()} threads" in head[1]
+
+
+def test_the_configuration_names_the_kernels_tile_table(tmp_path, monkeypatch):
+    """The engine is asked before the folder is made: kernels that are asked for and cannot be used leave none."""
+    table = SimpleNamespace(table_hash="0123456789ab")
+    monkeypatch.setattr("fedobp.engine.lanes.engine.fused_for", lambda *given: table)
+    assert Lanes(Model("mlp", (1, 8, 8), 10), 32).provenance(torch.device("cpu")) == "tile table 0123456789ab"
+    monkeypatch.undo()
+    monkeypatch.setattr(Lanes, "provenance", lambda self, device: "tile table 0123456789ab")
+    Federation(Config(**TINY)).run(out=tmp_path / "run")
+    [line] = [one for one in (tmp_path / "run/config.toml").read_text().splitlines() if one.startswith("# Made by")]
+    assert line.endswith(" threads, tile table 0123456789ab")
+    monkeypatch.undo()
+    with pytest.raises(FedobpError, match="--kernels on needs a CUDA device"):
+        Federation(Config(**TINY, kernels="on", device="cpu")).run(out=tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_metrics_have_one_line_a_round_and_no_times(run):
