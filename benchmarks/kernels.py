@@ -5,6 +5,7 @@
     python benchmarks/kernels.py baselines                       # against the general path and the serial engine
     python benchmarks/kernels.py profile                         # a round, kernel by kernel
     python benchmarks/kernels.py start                           # from the first CUDA call to the first step
+    python benchmarks/kernels.py compile                         # what compiling for 9.0 takes; needs no card
     python benchmarks/kernels.py first-use                       # the shipped table against what a first use finds
 
 With $FEDOBP_DATA the images are real; without it they are noise of the same shape and number, and accuracies are
@@ -38,6 +39,11 @@ from fedobp.data import data_dir
 from fedobp.engine import Budget, ClientJob
 from fedobp.engine.kernels import dispatch, tuning
 from fedobp.engine.kernels.cards import card_of
+from fedobp.engine.kernels.diagnosis import compilable
+from fedobp.engine.kernels.launches import Launch
+from fedobp.engine.kernels.shapes import Shapes
+from fedobp.engine.kernels.step import StepConfig
+from fedobp.engine.kernels.tiles import EXACT, shipped_table
 from fedobp.grouping import engine_for
 from fedobp.options import Precision
 from fedobp.sampling import cohorts
@@ -149,6 +155,40 @@ def start_up(precision: Precision) -> None:
             print(f"{name} start: {done.stdout.strip() or done.stderr[-500:]}", flush=True)
 
 
+def compile_all(precision: Any) -> None:
+    """Compile the kernels of the paper's run for 9.0 one after another, without a card; show what takes the time."""
+    import triton
+
+    table = shipped_table((9, 0), precision)
+    assert table is not None
+    training = StepConfig(Shapes(32, 3, 10, 32), precision, "all")
+    evaluation = replace(training, shapes=Shapes(32, 3, 10, 64), part=None)
+    found: dict[Any, Launch] = {}
+    for config, entries in ((training, table.entries[:-1]), (evaluation, table.entries)):  # 10 lanes, and 100
+        for entry in entries:
+            for one in compilable(config, entry, entry.lanes > EXACT).values():
+                found.setdefault(one.variant, one)
+    stages: dict[str, float] = defaultdict(float)
+
+    def listen(**given: Any) -> None:
+        stages["source"] += given["times"].ir_initialization / 1e6
+        for name, microseconds in given["times"].lowering_stages:
+            stages["assembler" if name == "cubin" else "passes"] += microseconds / 1e6
+
+    triton.knobs.compilation.listener = listen
+    took = []
+    with tempfile.TemporaryDirectory() as folder, patch.dict("os.environ", {"TRITON_CACHE_DIR": folder}):
+        for one in found.values():
+            begun = time.perf_counter()
+            one.compiled_for((9, 0))
+            took.append((time.perf_counter() - begun, one.kernel.__name__))
+    parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.items())
+    slowest, name = max(took)
+    total = sum(seconds for seconds, _ in took)
+    print(f"Triton {triton.__version__}, {precision}: {len(took)} kernels in {total:.1f} s, the slowest {name} in "
+          f"{slowest:.1f} s; {parts}")  # fmt: skip
+
+
 def first_use(precision: Any) -> None:
     """Time a step with the shipped table, and with what a first use finds on a card that has none."""
     card = card_of(DEVICE)
@@ -192,7 +232,7 @@ def step(precision: Precision) -> None:
 def main() -> None:
     """Run one section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("section", choices=["run", "baselines", "profile", "start", "step", "first-use"])
+    parser.add_argument("section", choices=["run", "baselines", "profile", "start", "step", "first-use", "compile"])
     parser.add_argument("--runs", default="1", help="how many runs side by side; several numbers: 1,16")
     parser.add_argument("--rounds", type=int, default=400)
     parser.add_argument("--dataset", default="cifar10")
@@ -201,7 +241,7 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--finetune-epochs", type=int, default=0)
     given = parser.parse_args()
-    alone = {"start": start_up, "step": step, "first-use": first_use}
+    alone = {"start": start_up, "step": step, "first-use": first_use, "compile": compile_all}
     if given.section in alone:
         alone[given.section](given.precision)
         return

@@ -20,6 +20,11 @@ _FILE_TYPES = {
 }
 
 
+def user_cache() -> Path:
+    """Return fedobp's folder in the user's cache; `~` is not expanded, because not every user has a home folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fedobp"
+
+
 def regular(path: Path) -> Path:
     """Return the path of a regular file; anything else is a user error and is not opened, because that could block."""
     try:

@@ -51,7 +51,7 @@ def test_a_machine_with_a_card(command, monkeypatch):
     monkeypatch.setattr(doctor, "_device", lambda device: card)
     monkeypatch.setattr("fedobp.engine.kernels.diagnosis.triton_problem", lambda *, launches: "Triton fails")
     said = command("doctor")
-    assert "NVIDIA L4, compute capability 8.9, 20.0 GiB of 24.0 GiB free, 2 cards" in said.out
+    assert "NVIDIA L4, compute capability 8.9, 21.5 GB of 25.8 GB free, 2 cards" in said.out
     assert "off in bf16: Triton fails" in said.out
 
 

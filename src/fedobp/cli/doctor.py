@@ -8,8 +8,7 @@ import typer
 
 from fedobp.cli.output import print_result
 from fedobp.cli.progress import task_progress
-from fedobp.cli.settings import Json
-from fedobp.errors import unknown
+from fedobp.cli.settings import Json, KernelPrecisionFlag, kernel_precision
 
 
 def doctor(
@@ -18,7 +17,7 @@ def doctor(
         str | None,
         typer.Option(metavar="X.Y", help="Answer for a card of this compute capability, which need not be there."),
     ] = None,
-    precision: Annotated[str, typer.Option(metavar="bf16|tf32|fp32", help="Arithmetic of the kernels.")] = "bf16",
+    precision: KernelPrecisionFlag = "bf16",
     data_dir: Annotated[
         str | None, typer.Option(help="Folder that holds datasets (default: $FEDOBP_DATA, or the cache folder)")
     ] = None,
@@ -35,12 +34,10 @@ def doctor(
     fedobp doctor --json
     fedobp doctor --card 8.6
     """
-    precisions = ("bf16", "tf32", "fp32")
-    if precision not in precisions:
-        raise unknown("value of --precision", precision, precisions)
+    chosen = kernel_precision(precision)
     from fedobp.doctor import examine
     from fedobp.report.machine import doctor_table
 
     with task_progress(), redirect_stdout(sys.stderr):  # what Triton prints
-        found = examine(card, precision, data_dir)
+        found = examine(card, chosen, data_dir)
     print_result(found if as_json else doctor_table(found))

@@ -9,7 +9,7 @@ import typer
 
 from fedobp.cli.output import print_note
 from fedobp.config import Config, flag, settings
-from fedobp.errors import FedobpError, short
+from fedobp.errors import FedobpError, short, unknown
 
 SETTINGS = tuple(spec.name for spec in settings())
 
@@ -43,6 +43,19 @@ ConfigFile = Annotated[
         help="Settings to start from, such as the config.toml of a run; flags override them.",
     ),
 ]
+
+
+KernelPrecisionFlag = Annotated[
+    str, typer.Option("--precision", metavar="bf16|tf32|fp32", help="Arithmetic of the kernels.")
+]
+
+
+def kernel_precision(given: str) -> Any:
+    """Return a precision that the kernels have, or say which there are."""
+    precisions = ("bf16", "tf32", "fp32")
+    if given not in precisions:
+        raise unknown("value of --precision", given, precisions)
+    return given
 
 
 def with_settings(*names: str, **defaults: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -8,13 +8,13 @@ import typer
 
 from fedobp.cli.output import print_result
 from fedobp.cli.progress import task_progress
-from fedobp.cli.settings import Json
-from fedobp.errors import FedobpError, unknown
+from fedobp.cli.settings import Json, KernelPrecisionFlag, kernel_precision
+from fedobp.errors import FedobpError
 
 
 def tune(
     *,
-    precision: Annotated[str, typer.Option(metavar="bf16|tf32|fp32", help="Arithmetic of the kernels.")] = "bf16",
+    precision: KernelPrecisionFlag = "bf16",
     seconds: Annotated[float, typer.Option(help="About how long to search; 0: only time the shapes in use.")] = 600.0,
     as_json: Json = False,
 ) -> None:
@@ -30,9 +30,7 @@ def tune(
     fedobp tune --precision tf32 --seconds 120
     fedobp tune --seconds 0
     """
-    precisions = ("bf16", "tf32", "fp32")
-    if precision not in precisions:
-        raise unknown("value of --precision", precision, precisions)
+    chosen = kernel_precision(precision)
     if not 0 <= seconds <= 86_400:
         raise FedobpError("--seconds must be between 0 and 86,400")
     import torch
@@ -43,5 +41,5 @@ def tune(
     if not torch.cuda.is_available():
         raise FedobpError("fedobp tune needs a CUDA card that torch can use, and there is none here")
     with task_progress(), redirect_stdout(sys.stderr):  # what Triton prints
-        found = tune_card(precision, seconds)
+        found = tune_card(chosen, seconds)
     print_result(found if as_json else tune_table(found))

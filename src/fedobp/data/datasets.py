@@ -17,7 +17,7 @@ from fedobp.data.npz import npz_shapes, read_npz
 from fedobp.data.registry import REGISTRY
 from fedobp.data.sources import installed, read
 from fedobp.errors import FedobpError, short, unknown
-from fedobp.files import atomic_write, unwritable
+from fedobp.files import atomic_write, unwritable, user_cache
 
 EMBEDDED = "digits"
 _MAX_NAME_LENGTH = 100  # characters; a dataset's name becomes part of file and run folder names
@@ -30,8 +30,7 @@ def data_dir(given: str | None = None) -> Path:
     """
     if given == "":
         raise FedobpError("--data-dir is empty: give the folder that holds datasets, or leave it out")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fedobp" / "data"
-    folder = Path(given or os.environ.get("FEDOBP_DATA") or cache)
+    folder = Path(given or os.environ.get("FEDOBP_DATA") or user_cache() / "data")
     if not str(folder).isprintable():
         raise FedobpError(f"the data folder must be readable text, not '{short(folder)}': rename it")
     try:

@@ -8,16 +8,13 @@ from rich.table import Table
 from rich.text import Text
 
 from fedobp.report.result_table import ResultTable
+from fedobp.report.tables import format_bytes
 
 _SOURCES = {
     "shipped": "shipped with fedobp",
     "tuned": "tuned on this machine",
     "default": "default, from which the first run tunes for up to a minute",
 }
-
-
-def _gibibytes(count: float) -> str:
-    return f"{count / 2**30:,.1f} GiB"
 
 
 def doctor_table(found: Mapping[str, Any]) -> RenderableType:
@@ -32,11 +29,14 @@ def doctor_table(found: Mapping[str, Any]) -> RenderableType:
         ("CUDA", _device(found)),
         *_kernel_rows(found["kernels"]),
         ("data", f"{data['folder']}: {data['problem'] or ', '.join(data['datasets'])}"),
-        ("memory", f"{_gibibytes(memory['free'])} of {_gibibytes(memory['total'])} free, {found['threads']} threads"),
+        (
+            "memory",
+            f"{format_bytes(memory['free'])} of {format_bytes(memory['total'])} free, {found['threads']} threads",
+        ),
     ]
     rows.append(("kernel cache", found["kernel_cache"] or "none: there is no home folder"))
     for path, free in found["disk"].items():
-        rows.append(("disk", f"{path}: {'not known' if free is None else f'{_gibibytes(free)} can be written'}"))
+        rows.append(("disk", f"{path}: {'not known' if free is None else f'{format_bytes(free)} can be written'}"))
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -52,7 +52,7 @@ def _device(found: Mapping[str, Any]) -> str:
         build = f"built for CUDA {found['cuda_build']}" if found["cuda_build"] else "without CUDA"
         return f"no card that torch ({build}) can use"
     about = f"{device['name']}, compute capability {'.'.join(map(str, device['capability']))}"
-    memory = f"{_gibibytes(device['memory']['free'])} of {_gibibytes(device['memory']['total'])} free"
+    memory = f"{format_bytes(device['memory']['free'])} of {format_bytes(device['memory']['total'])} free"
     return f"{about}, {memory}{', ' + str(device['count']) + ' cards' if device['count'] > 1 else ''}"
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from fedobp.result import Failure, Result
 
 
-def _format_bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
+    """Return a number of bytes in the largest unit of which there is at least one."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -50,7 +51,7 @@ def run_table(result: "Result") -> ResultTable:
         if column:
             values = (column.pooled, column.client_mean, column.client_std, column.worst_decile, column.balanced)
             table.add_row(name, *(f"{value:.2f}" for value in values))
-    down, up = _format_bytes(result.bytes.down_per_round), _format_bytes(result.bytes.up_per_round)
+    down, up = format_bytes(result.bytes.down_per_round), format_bytes(result.bytes.up_per_round)
     cost = (
         f"Personal parameters per client: {result.personal.mean:,.0f} of {result.models.size:,}. Traffic per round: "
         f"{down} down, {up} up. {result.seconds:.1f} s."
@@ -117,8 +118,8 @@ def compare_table(results: "Sequence[Result]") -> ResultTable:
             *(_format_mean_and_std(row[name]) if name in row else "-" for name in accuracies),
             *(_format_mean_and_std(row[name], format_number) for name in metrics),
             f"{statistics.fmean(run.personal.mean for run in runs):,.0f}",
-            _format_bytes(statistics.fmean(run.bytes.down_per_round for run in runs)),
-            _format_bytes(statistics.fmean(run.bytes.up_per_round for run in runs)),
+            format_bytes(statistics.fmean(run.bytes.down_per_round for run in runs)),
+            format_bytes(statistics.fmean(run.bytes.up_per_round for run in runs)),
             f"{statistics.fmean(run.seconds for run in runs):.1f}",
         )
     sizes = " or ".join(f"{size:,}" for size in sorted({run.models.size for run in results}))

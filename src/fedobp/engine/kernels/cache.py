@@ -5,7 +5,6 @@ A file is found by its key: what its content depends on. A file that cannot be r
 
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,7 +16,7 @@ import torch
 from fedobp._version import __version__
 from fedobp.engine.kernels.cards import Card
 from fedobp.errors import FedobpError
-from fedobp.files import regular, write_json
+from fedobp.files import regular, user_cache, write_json
 
 Key = Mapping[str, Any]
 _kept: dict[str, Any] = {}  # by a file's name: what is not in a file
@@ -26,7 +25,7 @@ _kept: dict[str, Any] = {}  # by a file's name: what is not in a file
 def cache_folder() -> Path | None:
     """Return the folder of these files, in the user's cache; None: the user has no home folder."""
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedobp" / "kernels"
+        return user_cache().expanduser() / "kernels"
     except RuntimeError:
         return None
 

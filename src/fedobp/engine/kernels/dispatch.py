@@ -24,6 +24,10 @@ TRITON = ">=3.6,<3.8"  # tested; a newer one is used if its IR can be read
 _OLDEST_TRITON = (3, 6)
 FIRST_USE_SECONDS = 60.0
 _PASSED = "passed"
+_SUPPORTED = (
+    "the paper's CNN (--model cnn) on 28x28 or 32x32 images of up to 4 channels and 128 classes, a --batch-size of 16 "
+    "to 64, and a --precision other than fp64"
+)
 
 
 class Unusable(Exception):
@@ -49,17 +53,10 @@ def fused_for(model: Model, batch: int, precision: Precision, mode: KernelMode, 
     """
     if mode == "off":
         return None
-    try:
-        if device.type != "cuda":
-            raise Unusable("a CUDA device")
-        if not is_supported(model, batch, precision):
-            raise Unusable(
-                "the paper's CNN (--model cnn) on 28x28 or 32x32 images of up to 4 channels and 128 classes, a "
-                "--batch-size of 16 to 64, and a --precision other than fp64"
-            )
-    except Unusable as reason:
+    if device.type != "cuda" or not is_supported(model, batch, precision):
         if mode == "on":
-            raise FedobpError(f"--kernels on needs {reason}: use --kernels auto") from None
+            needed = _SUPPORTED if device.type == "cuda" else "a CUDA device"
+            raise FedobpError(f"--kernels on needs {needed}: use --kernels auto")
         return None
     try:
         return checked(model, batch, cast("KernelPrecision", precision), mode, device)

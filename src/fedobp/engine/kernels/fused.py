@@ -52,6 +52,7 @@ class _CachedSteps:
     """Buffers, and the graphs that use them, by number of lanes and of steps."""
 
     config: StepConfig
+    tiles: tuple[Tiles, ...]
     samples: Samples
     buffers: Buffers
     graphs: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
@@ -191,7 +192,8 @@ class Fused:
             buffers = Buffers(config, *capacity, self._splits(config), self._device)
             if self._device.type == "cuda":
                 self._compile(config, capacity[0], data)
-            cached = self._cache[key] = _CachedSteps(config, Samples(data.x, data.y), buffers)
+            tiles, samples = self._tiles(config.shapes), Samples(data.x, data.y)
+            cached = self._cache[key] = _CachedSteps(config, tiles, samples, buffers)
         return cached
 
     def _tiles(self, shapes: Shapes) -> tuple[Tiles, ...]:
@@ -204,7 +206,7 @@ class Fused:
         return max(first for first, _ in splits), max(second for _, second in splits)
 
     def _launches(self, cached: _CachedSteps, lanes: int) -> Launches:
-        tiles = next(tiles for tiles in self._tiles(cached.config.shapes) if lanes <= tiles.lanes)
+        tiles = next(tiles for tiles in cached.tiles if lanes <= tiles.lanes)
         return launches(cached.config, cached.buffers, tiles, lanes, lanes > EXACT, cached.samples)
 
     def _variants(self, config: StepConfig, lanes: int, data: FederatedData) -> dict[Hashable, Launch]:

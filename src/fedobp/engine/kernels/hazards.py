@@ -6,9 +6,9 @@ many slots the compiler gives a buffer and where it waits. Triton 3.6 and 3.7 gi
 readers (Triton's issue 6691): a race that sometimes makes a sum wrong.
 
 `hazards` executes the memory operations of a kernel's TTGIR, the last form of the program in which buffers have names:
-scalar arithmetic, loops and both sides of branches. It reports each read of a slot before its copy has arrived, each
-write to a slot that a product may still read, and each buffer that is freed too early. What it does not know makes it
-raise `UnreadableError`, so another version of Triton cannot pass by looking different.
+scalar arithmetic, loops and both sides of branches. It reports each read of a slot before its copy has arrived, and
+each slot that is written or freed while a product may read it or a copy is on its way to it. What it does not know
+makes it raise `UnreadableError`, so another version of Triton cannot pass by looking different.
 """
 
 import operator

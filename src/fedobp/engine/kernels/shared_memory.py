@@ -19,66 +19,16 @@ if TYPE_CHECKING:
     from fedobp.engine.kernels.shapes import Shapes
     from fedobp.engine.kernels.step import KernelPrecision
 
-Capability = tuple[int, int]
-
 _SLACK = 1024  # barriers, and aligning what follows them
-_TEST_BATCH = 64  # of evaluation, which uses the tiles of training
 _LEAST = 16  # a product's smallest dimension
 _LEAST_DEPTH = {"dense": _LEAST, "dense_backward": _LEAST, "conv2_inputs": 1, "weights_backward": _LEAST}
 
 
 def shared_bound(
-    kernel: str, tile: Tile, shapes: "Shapes", precision: "KernelPrecision", capability: Capability | None = None
+    kernel: str, tile: Tile, shapes: "Shapes", precision: "KernelPrecision", capability: tuple[int, int]
 ) -> int:
-    """Return a bound in bytes for a kernel (a field of `Tiles`): on cards of a compute capability, or on every card.
-
-    The bound for every card can be twice that for cards 8.x and 12.x, which keep fewer tiles.
-    """
-    majors = (8, 9, 10) if capability is None else (capability[0],)
-    return max(_bound(kernel, tile, shapes, precision, major) for major in majors)
-
-
-@cache
-def fitting(
-    tiles: Tiles, shapes: "Shapes", precision: "KernelPrecision", limit: int, capability: Capability | None = None
-) -> Tiles:
-    """Return the entry with tiles changed as little as possible, so that every bound is at most `limit` bytes.
-
-    Stages are reduced first, then rows, columns or depth are halved. A tile that fits is not changed; that of `dense`
-    must also fit when it evaluates. An entry that fits a batch of 64 and 128 classes fits any.
-    """
-    larger = replace(shapes, batch=max(shapes.batch, _TEST_BATCH))
-
-    def fitted(kernel: str, tile: Tile) -> Tile:
-        sizes = larger if kernel == "dense" else shapes  # bounds of the convolutions do not depend on the batch
-        for smaller in _smaller(kernel, tile):
-            if shared_bound(kernel, smaller, sizes, precision, capability) <= limit:
-                return smaller
-        raise ValueError(f"no tile of {kernel} fits in {limit} bytes of shared memory")
-
-    found = {name: fitted(name, tile) for name, tile in vars(tiles).items() if isinstance(tile, Tile)}
-    return replace(tiles, **found)  # type: ignore[arg-type]
-
-
-def _smaller(kernel: str, tile: Tile) -> list[Tile]:
-    """Return the tile and all smaller ones that the kernel allows, those that change least first."""
-    size, depth, warps, stages = tile
-    # Without pipelining, Triton 3.6 makes `conv1_weights` read beyond its shared memory (`step.splits_of`).
-    fewest = min(stages, 2 if kernel == "weights_backward" else 1)
-    sizes = sorted(
-        product(_halved(size, _LEAST), _halved(depth, _LEAST_DEPTH.get(kernel, depth))),
-        key=lambda both: -both[0] * both[1],
-    )
-    return [Tile(*both, warps, some) for both in sizes for some in range(stages, fewest - 1, -1)]
-
-
-def _halved(number: int, least: int) -> list[int]:
-    """Return a number, its half, and so on, as long as they are at least `least`."""
-    return [number, *_halved(number // 2, least)] if number >= 2 * least > 0 else [number]
-
-
-def _bound(kernel: str, tile: Tile, shapes: "Shapes", precision: "KernelPrecision", major: int) -> int:
-    size, depth, warps, stages = tile
+    """Return a bound in bytes for a kernel (a field of `Tiles`) on cards of a compute capability."""
+    (major, _), (size, depth, warps, stages) = capability, tile
     batch, outputs, low = shapes.batch, shapes.outputs, 2 if precision == "bf16" else 4
     # On cards 9.x to 11.x, products of 64 rows by four warps read shared memory while the next tile is copied: one tile
     # more. From 10.0 on, their sums are in tensor memory. Products of float32 (`ieee`) never do this.
@@ -128,6 +78,43 @@ def _bound(kernel: str, tile: Tile, shapes: "Shapes", precision: "KernelPrecisio
             second = copies * depth * (64 + 128 + 32) * low
             return max(first, second, 64 * 128 * 4) + _SLACK
     raise ValueError(f"no kernel {kernel}")
+
+
+@cache
+def fitting(
+    tiles: Tiles, shapes: "Shapes", precision: "KernelPrecision", limit: int, capability: tuple[int, int]
+) -> Tiles:
+    """Return the entry with tiles changed as little as possible, so that every bound is at most `limit` bytes.
+
+    Stages are reduced first, then rows, columns or depth are halved. A tile that fits is not changed. An entry that
+    fits a batch of 64 and 128 classes fits any.
+    """
+
+    def fitted(kernel: str, tile: Tile) -> Tile:
+        for smaller in _smaller(kernel, tile):
+            if shared_bound(kernel, smaller, shapes, precision, capability) <= limit:
+                return smaller
+        raise ValueError(f"no tile of {kernel} fits in {limit} bytes of shared memory")
+
+    found = {name: fitted(name, tile) for name, tile in vars(tiles).items() if isinstance(tile, Tile)}
+    return replace(tiles, **found)  # type: ignore[arg-type]
+
+
+def _smaller(kernel: str, tile: Tile) -> list[Tile]:
+    """Return the tile and all smaller ones that the kernel allows, those that change least first."""
+    size, depth, warps, stages = tile
+    # Without pipelining, Triton 3.6 makes `conv1_weights` read beyond its shared memory (`step.splits_of`).
+    fewest = min(stages, 2 if kernel == "weights_backward" else 1)
+    sizes = sorted(
+        product(_halved(size, _LEAST), _halved(depth, _LEAST_DEPTH.get(kernel, depth))),
+        key=lambda both: -both[0] * both[1],
+    )
+    return [Tile(*both, warps, some) for both in sizes for some in range(stages, fewest - 1, -1)]
+
+
+def _halved(number: int, least: int) -> list[int]:
+    """Return a number, its half, and so on, as long as they are at least `least`."""
+    return [number, *_halved(number // 2, least)] if number >= 2 * least > 0 else [number]
 
 
 def fitting_table(
