@@ -1,0 +1,1 @@
+"""The paper's experiments, one command each: runs, tables, figures, and the published numbers beside the measured."""

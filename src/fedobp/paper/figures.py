@@ -1,0 +1,63 @@
+"""Figures for a paper's column: colour-blind-safe colours, each line also told by its style, as PDF and PNG."""
+
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from fedobp.files import write
+
+# Okabe and Ito's colours without yellow, which is too light for lines; black comes first, for FedOBP.
+COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+STYLES = ("-", "--", ":", "-.")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+COLUMN, PAGE = 3.4, 7.0  # inches: one column, and the width of a page of two
+_RC = {
+    "font.size": 7.5, "axes.titlesize": 8, "axes.labelsize": 7.5, "legend.fontsize": 7, "xtick.labelsize": 7,
+    "ytick.labelsize": 7, "axes.linewidth": 0.6, "lines.linewidth": 1.1, "lines.markersize": 3.2, "pdf.fonttype": 42,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+    "grid.color": "#e6e6e6", "grid.linewidth": 0.5, "legend.frameon": False, "text.parse_math": False,
+}  # fmt: skip
+
+
+def style(at: int) -> dict[str, Any]:
+    """Return colour, line style and marker of the `at`-th line: 28 lines can be told apart."""
+    colour, turn = COLOURS[at % len(COLOURS)], at // len(COLOURS)
+    return {"color": colour, "linestyle": STYLES[turn % len(STYLES)], "marker": MARKERS[(at + turn) % len(MARKERS)]}
+
+
+def panels(rows: int, columns: int, *, width: float = PAGE, height: float = 1.9, **more: Any) -> tuple[Figure, Any]:
+    """Return a figure with a grid of axes (always two-dimensional); `height` is that of a row in inches."""
+    with rc_context(_RC):
+        figure = Figure(figsize=(width, height * rows), layout="constrained")
+        return figure, figure.subplots(rows, columns, squeeze=False, **more)
+
+
+def legend(figure: Figure, axes: Axes, columns: int) -> None:
+    """Put one legend for all panels below them."""
+    handles, labels = axes.get_legend_handles_labels()
+    if labels:
+        with rc_context(_RC):
+            figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=2.4)
+
+
+def quantile_axis(axes: Axes, grid: Sequence[float]) -> None:
+    """Label evenly spaced positions with quantiles; where there are many, every second one."""
+    step = 2 if len(grid) > 16 else 1
+    axes.set_xticks(range(0, len(grid), step), [f"{q:g}" for q in grid[::step]], rotation=60, ha="right", rotation_mode="anchor")
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write a figure as PDF and PNG, with the same bytes each time."""
+    paths = []
+    with rc_context(_RC):
+        for kind, metadata in (("pdf", {"CreationDate": None}), ("png", {"Software": None})):
+            content = BytesIO()
+            figure.savefig(content, format=kind, dpi=300, metadata=metadata)
+            paths.append(folder / f"{name}.{kind}")
+            write(paths[-1], content.getvalue())
+    return paths
