@@ -37,12 +37,16 @@ def panels(rows: int, columns: int, *, width: float = PAGE, height: float = 1.9,
         return figure, figure.subplots(rows, columns, squeeze=False, **more)
 
 
-def legend(figure: Figure, axes: Axes, columns: int) -> None:
-    """Put one legend for all panels below them."""
-    handles, labels = axes.get_legend_handles_labels()
-    if labels:
+def legend(figure: Figure, axes: Any, columns: int) -> None:
+    """Put one legend for all panels below them, with each label once."""
+    shown: dict[str, Any] = {}
+    for ax in axes.flat:
+        handles, labels = ax.get_legend_handles_labels()
+        shown |= {label: handle for label, handle in zip(labels, handles, strict=True) if label not in shown}
+    if shown:
         with rc_context(_RC):
-            figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=2.4)
+            place = "outside lower center"
+            figure.legend(list(shown.values()), list(shown), loc=place, ncols=columns, handlelength=2.6)
 
 
 def quantile_axis(axes: Axes, grid: Sequence[float]) -> None:
