@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from fedobp.config import Config
-from fedobp.csv_rows import write_rows
+from fedobp.csv_rows import read_rows, write_rows
 from fedobp.data import data_dir, describe
 from fedobp.errors import FedobpError, unknown
 from fedobp.evaluation import PAPER_ROUNDS
@@ -114,6 +114,7 @@ class Work:
     folder: Path
     until: float | None = None  # of `time.monotonic`
     progress: Listener = lambda what, share: None
+    sources: Sequence[Path] = ()  # folders with result files, for `claims`
     notes: list[str] = field(default_factory=list)  # what is not done, in sentences
 
     @property
@@ -125,6 +126,21 @@ class Work:
     def is_over(self) -> bool:
         """Whether no time is left."""
         return self.minutes is not None and self.minutes <= 0
+
+    def once(self, name: str, key: str, compute: Callable[[], Files]) -> Files:
+        """Return rows that are computed once and kept in files; {} if the time is over."""
+        folder = self.folder / name / "parts"
+        kept = {path.suffixes[0][1:]: read_rows(path) for path in sorted(folder.glob(f"{key}.*.csv"))}
+        if kept:
+            return kept
+        if self.is_over:
+            self.notes.append(f"{key} is not measured: the time is over, call the same command again")
+            return {}
+        folder.mkdir(parents=True, exist_ok=True)
+        found = compute()
+        for stem, rows in found.items():
+            write_rows(folder / f"{key}.{stem}.csv", rows)
+        return found
 
     def train(self, cases: Sequence[Case]) -> list[tuple[Case, SavedRun]]:
         """Train the runs that are not finished, and return all that are."""
@@ -172,6 +188,7 @@ class Experiment:
     smoke_rounds: int = 10
     mode: Mode = "faithful"
     needs_data: bool = True
+    trains: bool = True
 
 
 def setting_for(
@@ -222,7 +239,7 @@ def run_experiment(experiment: Experiment, setting: Setting, work: Work) -> dict
         write_rows(path, rows)
     tables = experiment.tables(setting, found)
     tables[-1] = replace(tables[-1], notes=[*tables[-1].notes, *work.notes])
-    head = f"# {experiment.name}: {experiment.summary}\n\n{describe_setting(setting)}\n\n"
+    head = f"# {experiment.name}: {experiment.summary}\n\n{describe_setting(setting, experiment.trains)}\n\n"
     for name, text in (
         ("table.md", head + "\n".join(table.markdown() for table in tables)),
         ("table.tex", "\n".join(table.latex() for table in tables)),
@@ -241,12 +258,12 @@ def run_experiment(experiment: Experiment, setting: Setting, work: Work) -> dict
     }
 
 
-def describe_setting(setting: Setting) -> str:
-    """Return the setting in a sentence."""
+def describe_setting(setting: Setting, trains: bool) -> str:
+    """Return the setting in a sentence; rounds are named where something is trained."""
     words = [f"Scale {setting.scale}"]
     if setting.datasets:
         alphas = " and ".join(f"Dirichlet({alpha:g})" for alpha in setting.alphas)
-        words += [", ".join(map(title, setting.datasets)), alphas, f"{setting.rounds} rounds"]
+        words += [", ".join(map(title, setting.datasets)), alphas, *[f"{setting.rounds} rounds"] * trains]
         seeds = f"seeds {setting.seeds[0]} to {setting.seeds[-1]}" if len(setting.seeds) > 1 else "seed 42"
         words += [f"{seeds}, partition seed {FIRST_SEED}"]
     if setting.scale == "smoke":

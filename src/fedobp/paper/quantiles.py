@@ -149,7 +149,7 @@ def score_cases(setting: Setting) -> Iterator[Case]:
     for dataset, alpha, seed in setting.points():
         for score in SCORES:
             for pool in POOLS:
-                for q in setting.grid:
+                for q in grid_of(setting, dataset, alpha):
                     options = {"q": q, "score": score, "pool": pool}
                     yield Case(setting.config(dataset, alpha, seed, "decoupled", options=options))
 
@@ -199,7 +199,7 @@ def score_tables(setting: Setting, files: Files) -> list[Table]:
             )
         header = [f"{SCORES[score]}, {POOLS[pool]}" for score, pool in sweeps]
         table = Table(f"{title(dataset)}, Dirichlet({alpha:g}): accuracy", ["q", *header])
-        for q in setting.grid:
+        for q in grid_of(setting, dataset, alpha):
             found = [mean_of(sweep.get(q, [])) for sweep in sweeps.values()]
             shown = ranks({str(at): one.mean for at, one in enumerate(found) if one})
             if any(found):
@@ -227,13 +227,13 @@ def score_figures(setting: Setting, files: Files) -> "dict[str, Figure]":
     for alpha in setting.alphas:
         figure, axes, columns = _sweep_panels(setting)
         for at, dataset in enumerate(setting.datasets):
-            ax = axes[at // columns][at % columns]
+            ax, grid = axes[at // columns][at % columns], grid_of(setting, dataset, alpha)
             for place, (score, name) in enumerate(SCORES.items()):
                 for pool, line in (("global", "-"), ("tensor", "--")):
                     sweep = score_sweep(files["results"], dataset, alpha, score, pool)
                     look = {**style(place), "linestyle": line, "markerfacecolor": None if line == "-" else "white"}
-                    _sweep_line(ax, setting.grid, sweep, label=f"{name}, {POOLS[pool]}", **look)
-            quantile_axis(ax, setting.grid)
+                    _sweep_line(ax, grid, sweep, label=f"{name}, {POOLS[pool]}", **look)
+            quantile_axis(ax, grid)
             ax.set(title=f"{title(dataset)}, Dir({alpha:g})", xlabel="q")
         legend(figure, axes, 2)
         drawn["figure" if len(setting.alphas) == 1 else f"figure-dir{alpha:g}"] = figure

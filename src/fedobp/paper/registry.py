@@ -1,6 +1,12 @@
-"""All experiments by name."""
+"""All experiments by name, in the order of the paper."""
 
-from fedobp.paper import ablation, accuracy, datasets, overhead, quantiles
+from fedobp.paper import ablation, accuracy, claims, datasets, overhead, quantiles, theory
 from fedobp.paper.experiment import Experiment
 
-EXPERIMENTS: dict[str, Experiment] = {one.name: one for module in (accuracy, quantiles, ablation, datasets, overhead) for one in module.EXPERIMENTS}
+_ORDER = (
+    "table1", "table2", "quantiles", "convergence", "scores", "ablation", "layers", "communication", "medmnist",
+    "datasets", "overhead", "participation", "theory", "claims",
+)  # fmt: skip
+_MODULES = (accuracy, quantiles, ablation, datasets, overhead, theory, claims)
+_FOUND = {one.name: one for module in _MODULES for one in module.EXPERIMENTS}
+EXPERIMENTS: dict[str, Experiment] = {name: _FOUND[name] for name in _ORDER}
