@@ -9,6 +9,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -18,12 +19,13 @@ from fedobp.data import data_dir, describe
 from fedobp.errors import FedobpError, unknown
 from fedobp.evaluation import PAPER_ROUNDS
 from fedobp.files import write
-from fedobp.paper.figures import save
+from fedobp.paper.figures import drawing, save
 from fedobp.paper.published import GRID, NAMES, SHORT_GRID, title
 from fedobp.paper.tables import Table
 from fedobp.progress import Listener
 from fedobp.report.tidy import history_rows, tidy_rows
 from fedobp.saved_runs import SavedRun
+from fedobp.sweep_folder import resume_sweep
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,6 +36,7 @@ Row = dict[str, Any]
 Files = dict[str, list[Row]]  # tidy rows, by the name of their file without .csv
 
 FIRST_SEED = 42
+_MOST = 32  # runs of a launch: one that does not end in time is trained again whole
 _ROUNDS = {"short": 100, "full": 400}
 _SMOKE_GRID = (0.0, 0.9, 0.99, 0.999, 1.0)
 
@@ -144,14 +147,22 @@ class Work:
 
     def train(self, cases: Sequence[Case]) -> list[tuple[Case, SavedRun]]:
         """Train the runs that are not finished, and return all that are."""
-        from fedobp.paper._stand_in import resume_sweep
-
         by_name = {case.name: case for case in cases}
         if not by_name:
             return []
-        configs = {name: case.config for name, case in by_name.items()}
-        outcome = resume_sweep(self.folder / "runs", configs, minutes=self.minutes)
-        self.notes += [f"{name} failed: {why}" for name, why in outcome.failed.items()]
+        folder = self.folder / "runs"
+        due = sum(case.config.rounds for name, case in by_name.items() if not (folder / name / "result.json").exists())
+        ended = count(1)
+        outcome = resume_sweep(
+            folder,
+            {name: case.config for name, case in by_name.items()},
+            minutes=self.minutes,
+            most=_MOST,
+            progress=lambda at: self.progress(f"{at.method}, round {at.round}", min(1.0, next(ended) / max(1, due))),
+        )
+        if outcome.bug:
+            raise outcome.bug
+        self.notes += [f"{name} failed: {one.error}" for name, one in outcome.failed.items()]
         if outcome.missing:
             self.notes.append(
                 f"{len(outcome.missing)} of {len(by_name)} runs are not done: call the same command again"
@@ -246,8 +257,9 @@ def run_experiment(experiment: Experiment, setting: Setting, work: Work) -> dict
     ):
         write(folder / name, text.encode())
         paths.append(folder / name)
-    for name, figure in experiment.figures(setting, found).items():
-        paths += save(figure, folder, name)
+    with drawing():
+        for name, figure in experiment.figures(setting, found).items():
+            paths += save(figure, folder, name)
     return {
         "experiment": experiment.name,
         "scale": setting.scale,

@@ -1,6 +1,7 @@
 """Figures for a paper's column: colour-blind-safe colours, each line also told by its style, as PDF and PNG."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,13 @@ _RC = {
     "font.size": 7.5, "axes.titlesize": 8, "axes.labelsize": 7.5, "legend.fontsize": 7, "xtick.labelsize": 7,
     "ytick.labelsize": 7, "axes.linewidth": 0.6, "lines.linewidth": 1.1, "lines.markersize": 3.2, "pdf.fonttype": 42,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
-    "grid.color": "#e6e6e6", "grid.linewidth": 0.5, "legend.frameon": False, "text.parse_math": False,
+    "grid.color": "#e6e6e6", "grid.linewidth": 0.5, "legend.frameon": False,
 }  # fmt: skip
+
+
+def drawing() -> AbstractContextManager[None]:
+    """Set the sizes and colours of figures that are made inside."""
+    return rc_context(_RC)
 
 
 def style(at: int) -> dict[str, Any]:
@@ -32,9 +38,8 @@ def style(at: int) -> dict[str, Any]:
 
 def panels(rows: int, columns: int, *, width: float = PAGE, height: float = 1.9, **more: Any) -> tuple[Figure, Any]:
     """Return a figure with a grid of axes (always two-dimensional); `height` is that of a row in inches."""
-    with rc_context(_RC):
-        figure = Figure(figsize=(width, height * rows), layout="constrained")
-        return figure, figure.subplots(rows, columns, squeeze=False, **more)
+    figure = Figure(figsize=(width, height * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **more)
 
 
 def legend(figure: Figure, axes: Any, columns: int) -> None:
@@ -44,9 +49,8 @@ def legend(figure: Figure, axes: Any, columns: int) -> None:
         handles, labels = ax.get_legend_handles_labels()
         shown |= {label: handle for label, handle in zip(labels, handles, strict=True) if label not in shown}
     if shown:
-        with rc_context(_RC):
-            place = "outside lower center"
-            figure.legend(list(shown.values()), list(shown), loc=place, ncols=columns, handlelength=2.6)
+        place = "outside lower center"
+        figure.legend(list(shown.values()), list(shown), loc=place, ncols=columns, handlelength=2.6)
 
 
 def quantile_axis(axes: Axes, grid: Sequence[float]) -> None:
@@ -58,10 +62,9 @@ def quantile_axis(axes: Axes, grid: Sequence[float]) -> None:
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write a figure as PDF and PNG, with the same bytes each time."""
     paths = []
-    with rc_context(_RC):
-        for kind, metadata in (("pdf", {"CreationDate": None}), ("png", {"Software": None})):
-            content = BytesIO()
-            figure.savefig(content, format=kind, dpi=300, metadata=metadata)
-            paths.append(folder / f"{name}.{kind}")
-            write(paths[-1], content.getvalue())
+    for kind, metadata in (("pdf", {"CreationDate": None}), ("png", {"Software": None})):
+        content = BytesIO()
+        figure.savefig(content, format=kind, dpi=300, metadata=metadata)
+        paths.append(folder / f"{name}.{kind}")
+        write(paths[-1], content.getvalue())
     return paths
