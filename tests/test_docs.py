@@ -1,16 +1,19 @@
 """The documentation is true: its Python runs, its links lead somewhere, its flags exist."""
 
 import re
-from argparse import Namespace
-from importlib.util import module_from_spec, spec_from_file_location
 from inspect import getsource
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
+from fedobp import FedobpError
 from fedobp.algorithms import METHODS
+from fedobp.csv_rows import write_rows
+from fedobp.paper.claims import Evidence, read_evidence
+from fedobp.paper.docs import pages
 from fedobp.run import Run
+from paper.cases import row
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -73,16 +76,26 @@ def test_every_method_has_a_page_that_names_its_options():
             assert re.search(rf"[`.0-9 ]{option.name}\b", page.read_text()), (name, option.name)
 
 
-@pytest.mark.parametrize(("dataset", "alpha"), [("cifar10", 0.1), ("mnist", 0.1), ("cifar10", 0.5)])
-def test_measured_tables_are_those_of_the_result_files(dataset, alpha, capsys):
-    """What benchmarks/methods.py would write is there: in results.md, and for CIFAR10 on the methods' pages."""
-    spec = spec_from_file_location("methods", ROOT / "benchmarks" / "methods.py")
-    methods = module_from_spec(spec)
-    spec.loader.exec_module(methods)
-    methods.table(Namespace(dataset=dataset, alpha=alpha, out=methods.RESULTS))
-    lines, written = capsys.readouterr().out.splitlines(), (ROOT / "docs" / "results.md").read_text().splitlines()
-    assert len(lines) > 8
-    assert set(lines) - set(written) == set()
-    for name, runs in methods.found(methods.RESULTS, dataset).items() if (dataset, alpha) == ("cifar10", 0.1) else []:
-        page = ROOT / "docs" / ("fedobp.md" if name == "fedobp" else f"methods/{runs[0]['method']}.md")
-        assert f"| {' | '.join(methods.row(name, runs))} |" in page.read_text().splitlines(), page.name
+def test_pages_are_those_of_the_result_files():
+    """`python -m fedobp.paper.docs` would change nothing."""
+    evidence = read_evidence([ROOT / "results"])
+    written = pages(evidence, ROOT / "docs")
+    assert len(written) == 2 + len(METHODS)
+    for page, text in written.items():
+        assert text == page.read_text(), page.name
+
+
+def test_smoke_results_never_enter_the_pages(tmp_path):
+    (tmp_path / "docs" / "methods").mkdir(parents=True)
+    for page in ("results.md", "claims.md"):
+        (tmp_path / "docs" / page).write_text("<!-- measured claims -->\n<!-- end of measured -->\n")
+    write_rows(tmp_path / "results.csv", [row("fedobp", rounds=10, protocol="default", dataset="digits")])
+    written = pages(read_evidence([tmp_path]), tmp_path / "docs")
+    assert set(written) == {tmp_path / "docs" / "results.md", tmp_path / "docs" / "claims.md"}
+    assert "digits" not in written[tmp_path / "docs" / "results.md"]
+
+
+def test_results_without_a_place_on_the_page_are_an_error(tmp_path):
+    (tmp_path / "results.md").write_text("# Results\n")
+    with pytest.raises(FedobpError, match="add the lines <!-- measured fmnist 0.5 -->"):
+        pages(Evidence([row("local", dataset="fmnist", alpha=0.5)]), tmp_path)

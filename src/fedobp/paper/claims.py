@@ -73,9 +73,10 @@ def is_standard(row: Row) -> bool:
     """Return whether a run has the settings of the accuracy tables: those of FedOBP may come from another experiment."""
     if row.get("normalize") == "as-published" or row["participation"] != 0.1:
         return False
-    if row["method"] != "fedobp":
-        return row["method"] != "decoupled"
+    if row["method"] not in ("fedobp", "decoupled"):
+        return True
     plain = {"score": "squared", "norm": "none", "scope": "all", "start": "global"}
+    plain |= {"pool": "global"} if row["method"] == "decoupled" else {}
     return (
         quantile(row) == published_q(row["dataset"], row["alpha"])
         and float(option(row, "ema")) == 0

@@ -1,0 +1,32 @@
+"""What the scores cost a client."""
+
+import torch
+
+from fedobp.importance import squared
+from fedobp.paper.overhead import PeakMemory, operations
+
+
+def test_operations_are_counted():
+    # 10 entries, 64 samples (two batches, ten steps), 100 operations a sample
+    assert operations(10, 64, 100.0) == {
+        "training": 5 * 64 * 100 + 2 * 10 * 10,
+        "obp": 20,
+        "product": 30,
+        "gradient": 20,
+        "fisher": 64 * 120,
+        "fisher-batch": 6410,
+    }
+
+
+def test_peak_memory_is_of_tensors_that_live_at_one_time():
+    a, b = torch.ones(1000), torch.zeros(1000)
+    with PeakMemory() as memory:
+        squared(a, b)  # the difference, and its square
+    assert memory.peak == 2 * 4000
+    with PeakMemory() as memory:
+        for _ in range(5):
+            squared(a, b)
+    assert memory.peak == 2 * 4000
+    with PeakMemory() as memory:
+        a.view(10, 100).add_(1)  # nothing new
+    assert memory.peak == 0
