@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedobp.data import Dataset
     from fedobp.method import Method
     from fedobp.result import Failure
-    from fedobp.sweep_folder import Outcome, Shard
+    from fedobp.sweep_folder import Outcome, Shard, Train
 
 _MOST_RUNS = 1_000  # from flags; a file may have more
 
@@ -144,6 +144,7 @@ def train_and_print(
     *,
     minutes: float | None = None,
     shard: "Shard | None" = None,
+    train: "Train | None" = None,
     track: list[str] | None = None,
     as_json: bool = False,
 ) -> None:
@@ -175,6 +176,7 @@ def train_and_print(
                 dataset=asked.dataset,
                 progress=lambda at: advance(f"{len(due)} runs", replace(at, accuracy=None)),
                 callbacks=callbacks,
+                train=train,
             )
     finally:
         if out is None:
