@@ -1,16 +1,23 @@
-"""Groups of results that differ in their seeds only, each with a label that tells it from the others."""
+"""Groups of runs that differ in their seeds only, each with a label that tells it from the others."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 from fedobp import plugins
 from fedobp.config import TABLES, Config
 
-if TYPE_CHECKING:
-    from fedobp.result import Result
-
 _SEEDS = ("seed", "partition_seed")
+
+
+class Configured(Protocol):
+    """What has a configuration: a result, or a run that was saved."""
+
+    @property
+    def config(self) -> Config: ...  # noqa: D102
+
+
+Run = TypeVar("Run", bound=Configured)
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -23,9 +30,9 @@ def _flat(config: Config) -> dict[str, Any]:
     return flat | {f"{table}.{name}": value for table in TABLES for name, value in getattr(config, table).items()}
 
 
-def by_settings(results: "Sequence[Result]") -> "dict[str, list[Result]]":
-    """Return results that differ in their seeds only, by label: the method, and what tells it from the other groups."""
-    groups: dict[tuple[tuple[str, Any], ...], list[Result]] = {}
+def by_settings(results: Sequence[Run]) -> dict[str, list[Run]]:
+    """Return runs that differ in their seeds only, by label: the method, and what tells it from the other groups."""
+    groups: dict[tuple[tuple[str, Any], ...], list[Run]] = {}
     for result in results:
         key = tuple((name, value) for name, value in _flat(result.config).items() if name not in _SEEDS)
         groups.setdefault(key, []).append(result)
@@ -35,7 +42,7 @@ def by_settings(results: "Sequence[Result]") -> "dict[str, list[Result]]":
         method: _varied([one for one in all_settings if one["method"] == method])
         for method in {one["method"] for one in all_settings}
     }
-    labelled: dict[str, list[Result]] = {}
+    labelled: dict[str, list[Run]] = {}
     for one, runs in zip(all_settings, groups.values(), strict=True):
         label = _label(one, varied, by_method[one["method"]])
         # Two functions may have one name.

@@ -1,0 +1,283 @@
+"""Figures of runs, drawn into matplotlib axes: for results in Python, single files, and the report.
+
+A figure is as wide as a column of a paper, and its text is legible at that width and on a phone. Colours are told apart
+by colour-blind readers (Okabe and Ito's, with enough contrast on white); curves also differ in markers and line styles.
+"""
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from fedobp.config import Config
+from fedobp.errors import short
+
+if TYPE_CHECKING:
+    from fedobp.report.sections import Group
+    from fedobp.saved_runs import SavedRun
+
+COLUMN = 3.75  # inches: a column of a paper, and a phone's width with text of about 10 pixels
+INK, MUTED, GRID, CELL = "#20262d", "#5b6570", "#e3e7eb", "#eff2f5"
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c2649b", "#d18f00", "#3d9ad6", "#56606b")
+RAMP = ("#3b1c6b", "#3f4a8a", "#2c728e", "#1f968b", "#3dbc74", "#8fd744", "#dde318", "#9aa5b1")  # layers, by depth
+SHADES = ("#c6dbef", "#85bcdc", "#4a98c9", "#1f6fb2", "#0a4a90", "#08204d")  # of a heat map, from few to many
+STYLE = {
+    "font.size": 8.0,
+    "axes.titlesize": 8.5,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "axes.linewidth": 0.7,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelsize": 7.5,
+    "ytick.labelsize": 7.5,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "text.parse_math": False,  # dollar signs in names are no formulas
+    "path.simplify": False,  # a point of a curve is a point of its path, which the report's script reads
+}
+_LINES, _MARKERS = ("-", "--", ":", "-."), "os^DvPX"
+_MOST_POINTS = 30  # evaluations that are marked one by one
+_MOST_LAYERS = len(RAMP) - 1  # in a stack; the others are one more
+_LABEL = 24  # characters of a label beside bars
+REFERENCES = ("fedavg", "local")
+
+
+class Look(NamedTuple):
+    """How the curve of a group is drawn."""
+
+    colour: str
+    line: str
+    marker: str
+
+
+def look(index: int) -> Look:
+    """Return the look of the group of an index: 28 differ, and groups of one colour differ in their lines."""
+    return Look(
+        COLOURS[index % len(COLOURS)],
+        _LINES[index // len(COLOURS) % len(_LINES)],
+        _MARKERS[index % len(_MARKERS)],
+    )
+
+
+class Column(Figure):
+    """A figure that a notebook shows without pyplot, so none stays open and no backend is chosen."""
+
+    def _repr_png_(self) -> bytes:
+        content = io.BytesIO()
+        self.savefig(content, format="png", dpi=110)
+        return content.getvalue()
+
+
+class Curve(Protocol):
+    """A run with accuracies over its rounds: a result, or a run that was saved."""
+
+    @property
+    def config(self) -> Config: ...  # noqa: D102
+    @property
+    def history(self) -> list[tuple[int, float, float]]: ...  # noqa: D102
+
+
+def draw_accuracy(ax: Axes, label: str, runs: Sequence[Curve], index: int) -> list[str]:
+    """Draw the pooled accuracy over the rounds: the mean, in a band of one deviation; return each point in words."""
+    rounds = [point[0] for point in runs[0].history]
+    pooled = np.array([[point[1] for point in run.history] for run in runs])
+    mean, name = pooled.mean(axis=0), label if len(runs) == 1 else f"{label} ({len(runs)} runs)"
+    colour, line, marker = look(index)
+    ax.plot(
+        rounds, mean, line, marker=marker if len(rounds) <= _MOST_POINTS else "", markersize=2.6, linewidth=1.3,
+        color=colour, label=name, gid=f"s{index}",
+    )  # fmt: skip
+    spread = pooled.std(axis=0, ddof=1) if len(runs) > 1 else None
+    if spread is not None:
+        ax.fill_between(
+            rounds, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0, gid=f"m{index}"
+        )
+    deviations = [""] * len(rounds) if spread is None else [f" ± {one:.2f}" for one in spread]
+    return [f"round {at}: {one:.2f}{more}" for at, one, more in zip(rounds, mean, deviations, strict=True)]
+
+
+def finish_accuracy(ax: Axes) -> None:
+    """Label the axes of accuracies over rounds."""
+    ax.set(xlabel="round", ylabel="pooled accuracy (%)")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _finish(ax)
+
+
+def draw_clients(
+    ax: Axes, group: "Group", references: "Sequence[Group]", served: Mapping[int, Mapping[int, float]]
+) -> list[int]:
+    """Draw each client's accuracy, sorted, with those of other methods on the same clients; return the order.
+
+    `served` has the accuracies by the group's index and by client.
+    """
+    own = served[group.index]
+    order = sorted(own, key=lambda client: (own[client], client))
+    size = float(np.clip(60 / math.sqrt(len(order)), 1.4, 4.5))
+    for one, marker in [*zip(references, "os", strict=False), (group, "o")]:
+        others = served[one.index]
+        ax.plot(
+            range(1, len(order) + 1), [others.get(client, math.nan) for client in order], marker,
+            markersize=size if one is group else 0.8 * size, color=look(one.index).colour, markeredgewidth=0,
+            label=one.label, gid=f"dots{one.index}{'r' if marker == 'o' else 's'}", clip_on=False,
+        )  # fmt: skip
+    ax.set(xlabel=f"clients, sorted by {short(group.label, 30)}", ylabel="accuracy (%)", ylim=(-3, 103))
+    ax.set_xlim(1 - 0.02 * len(order) - 0.3, len(order) * 1.02 + 0.3)
+    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    _finish(ax)
+    return order
+
+
+def draw_layers(ax: Axes, rounds: Sequence[int], layers: Mapping[str, Sequence[float]]) -> None:
+    """Draw the mean number of a client's personal parameters over the rounds, layer by layer, as a stack."""
+    names = shown_layers(layers)
+    rest = [name for name in layers if name not in names]
+    stack = [list(layers[name]) for name in names]
+    if rest:
+        stack.append([sum(values) for values in zip(*(layers[name] for name in rest), strict=True)])
+        names = [*names, f"{len(rest)} others"]
+    colours = [*_spaced(len(names) - bool(rest)), *RAMP[-1:] * bool(rest)]
+    ax.stackplot(rounds, stack, labels=[short(name, 20) for name in names], colors=colours, linewidth=0)
+    ax.set(xlabel="round", ylabel="personal parameters", xlim=(rounds[0], max(rounds[-1], rounds[0] + 1)))
+    ax.set_ylim(bottom=0)
+    ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    _finish(ax)
+    handles, texts = ax.get_legend_handles_labels()
+    ax.legend(
+        handles[::-1], texts[::-1], frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5),
+        handlelength=1, handletextpad=0.5, labelspacing=0.35, borderpad=0.2,
+    )  # fmt: skip
+
+
+def shown_layers(layers: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return the layers that get a colour, in the model's order: those with the most personal parameters."""
+    kept = [name for name in layers if max(layers[name]) > 0]
+    most = sorted(kept, key=lambda name: -max(layers[name]))[:_MOST_LAYERS]
+    return [name for name in kept if name in most]
+
+
+def _spaced(count: int) -> list[str]:
+    """Return some colours of the ramp, as far apart as possible."""
+    at = np.linspace(0, _MOST_LAYERS - 1, max(count, 1)) if count > 1 else [2]
+    return [RAMP[round(one)] for one in at][:count]
+
+
+def draw_kept(ax: Axes, layers: Sequence[str], counts: NDArray[np.int64]) -> None:
+    """Draw how many personal parameters each client (column) keeps in each layer (row), as a heat map."""
+    edges = _edges(int(counts.max()))
+    colours = ListedColormap([SHADES[round(at)] for at in np.linspace(0, len(SHADES) - 1, len(edges) - 1)])
+    # Not resampled: a pixel is a cell, and the browser enlarges it.
+    ax.imshow(
+        np.ma.masked_equal(counts, 0), aspect="auto", interpolation="none", cmap=colours,
+        norm=BoundaryNorm(edges, len(edges) - 1), gid="cells",
+    )  # fmt: skip
+    ax.set_facecolor(CELL)
+    ax.set_yticks(range(len(layers)), [short(name, 20) for name in layers])
+    ax.set_xticks([])
+    ax.set_xlabel("clients, from few to many personal parameters")
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    keys = [Patch(color=CELL, label="0")]
+    for at, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
+        text = f"{low:,}" if high - low == 1 else f"{low:,} to {high - 1:,}"
+        keys.append(Patch(color=colours(at), label=text))
+    ax.legend(
+        handles=keys, frameon=False, fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=min(len(keys), 4),
+        handlelength=1, handletextpad=0.4, columnspacing=1.0, borderpad=0.2,
+    )  # fmt: skip
+
+
+def _edges(largest: int) -> list[int]:
+    """Return the lower ends of at most six classes of counts, and one more than the last class ends with."""
+    for steps in ((1, 2, 5), (1,)):
+        for power in (1, 2, 3):
+            edges = [step * 10 ** (power * at) for at in range(20) for step in (steps if power == 1 else (1,))]
+            within = [edge for edge in edges if edge <= largest]
+            if len(within) <= len(SHADES):
+                return [*within, max(largest, within[-1]) + 1]
+    raise AssertionError("six classes of a thousandfold cover every count")
+
+
+def draw_bytes(ax: Axes, groups: "Sequence[Group]", words: Sequence[tuple[str, str]]) -> None:
+    """Draw each method's bytes per round: down, and below it up. `words` are the labels of both bars."""
+    for at, group in enumerate(groups):
+        for name, shift, alpha, text in zip(("down", "up"), (-0.2, 0.2), (1.0, 0.55), words[at], strict=True):
+            mean, _ = group.spread(lambda run, name=name: run.result["bytes"][f"{name}_per_round"])  # type: ignore[misc]
+            _bar(ax, group, at + shift, 0.36, 0.0, mean or 0.0, alpha)
+            _beside(ax, group, at + shift, mean or 0.0, text)
+    _finish_bars(ax, groups)
+
+
+def draw_time(ax: Axes, groups: "Sequence[Group]", times: Sequence[tuple[float, float]], words: Sequence[str]) -> None:
+    """Draw each method's seconds per round: training, and what comes on top of it. `times` are (training, all)."""
+    for at, (group, (train, whole)) in enumerate(zip(groups, times, strict=True)):
+        _bar(ax, group, at, 0.62, 0.0, train, 1.0)
+        _bar(ax, group, at, 0.62, train, whole - train, 0.45)
+        _beside(ax, group, at, whole, words[at])
+    _finish_bars(ax, groups)
+
+
+def _bar(ax: Axes, group: "Group", at: float, height: float, left: float, width: float, alpha: float) -> None:
+    ax.barh(at, width, height, left, color=look(group.index).colour, alpha=alpha, linewidth=0)
+    ax.patches[-1].set_gid(f"s{group.index}")
+
+
+def _beside(ax: Axes, group: "Group", at: float, value: float, text: str) -> None:
+    ax.annotate(
+        text, (value, at), (4, 0), textcoords="offset points", va="center", fontsize=7, color=INK,
+        gid=f"m{group.index}",
+    )  # fmt: skip
+
+
+def _finish_bars(ax: Axes, groups: "Sequence[Group]") -> None:
+    ax.set_yticks(range(len(groups)), [short(group.label, _LABEL) for group in groups], color=INK)
+    ax.set(ylim=(len(groups) - 0.4, -0.6), xlim=(0, (ax.get_xlim()[1] or 1.0) * 1.42))
+    ax.set_xticks([])
+    ax.tick_params(length=0)
+    ax.spines[["top", "right", "bottom"]].set_visible(False)
+
+
+def _finish(ax: Axes) -> None:
+    ax.grid(True)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def layer_of(tensor: str) -> str:
+    """Return the layer that a tensor belongs to: its name without `.weight` or `.bias`."""
+    return tensor.rpartition(".")[0] or tensor
+
+
+def layers_over_rounds(runs: "Sequence[SavedRun]") -> tuple[list[int], dict[str, list[float]]]:
+    """Return the evaluated rounds, and for each layer a client's mean personal parameters then; the mean over runs."""
+    lines = [[line for line in run.metrics() if line.get("personal_by_tensor")] for run in runs]
+    rounds = [line["round"] for line in lines[0]] if lines else []
+    layers: dict[str, list[float]] = {}
+    alike = [one for one in lines if [line["round"] for line in one] == rounds]
+    for one in alike:
+        for at, line in enumerate(one):
+            for tensor, mean in line["personal_by_tensor"].items():
+                values = layers.setdefault(layer_of(tensor), [0.0] * len(rounds))
+                values[at] += mean / len(alike)
+    return rounds, layers
+
+
+def kept_by_clients(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[int], NDArray[np.int64]]:
+    """Return layers, clients (few personal parameters first), and [layers, clients]: how many are personal."""
+    tensors = [name for name in (rows[0] if rows else {}) if name.startswith("personal.")]
+    layers = list(dict.fromkeys(layer_of(name.removeprefix("personal.")) for name in tensors))
+    order = sorted(rows, key=lambda row: (row["personal"], row["client"]))
+    counts = np.zeros((len(layers), len(order)), dtype=np.int64)
+    for tensor in tensors:
+        counts[layers.index(layer_of(tensor.removeprefix("personal.")))] += [row[tensor] or 0 for row in order]
+    return layers, [row["client"] for row in order], counts
