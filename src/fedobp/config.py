@@ -5,13 +5,14 @@ dataset is read: `resolution.resolve` decides it, and `config.toml` holds the re
 making a `Config`, loads neither torch nor numpy.
 """
 
+import hashlib
 import math
 import os
 import shlex
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
@@ -203,6 +204,12 @@ class Config:
         """Return the settings of another configuration that are not the same as here."""
         names = [spec.name for spec in fields(self)]
         return {name: getattr(other, name) for name in names if getattr(other, name) != getattr(self, name)}
+
+    @property
+    def hash(self) -> str:
+        """What tells these settings from others: of all but where data is read and whether models are written."""
+        kept = replace(self, data_dir=None, save_models="all")
+        return hashlib.sha256(kept.to_toml().encode()).hexdigest()[:16]
 
     def to_toml(self) -> str:
         """Return the settings as TOML, which `read_config` reads back."""

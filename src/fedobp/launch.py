@@ -97,6 +97,7 @@ def simulate(
         keep_models=keep_models,
         launch=launch,
         notes=notes,
+        clients=data.describe_clients(),
         callbacks=callbacks,
     )
     return Simulation(run, clients)

@@ -1,5 +1,6 @@
 """The result of a run, and the results of several: as plain values, a DataFrame, curves, a table in a notebook."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, SupportsIndex, TypeVar, overload
@@ -57,6 +58,8 @@ class Result:
     launch: tuple[Config, ...] = ()  # all runs that trained side by side, in order, this one among them
     labels: tuple[str | int, ...] = ()  # the names of label 0, 1, ...
     notes: tuple[str, ...] = ()  # what the run's folder does not hold, such as data in memory
+    clients: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)  # a row a client: the rows of clients.csv
+    provenance: Mapping[str, Any] = field(default_factory=dict, repr=False)  # what the numbers may depend on
 
     @property
     def metrics(self) -> dict[str, Metrics]:
@@ -116,6 +119,7 @@ class Result:
             "seconds": self.seconds,
             "partition": self.partition,
             "out": str(self.out) if self.out else None,
+            "provenance": dict(self.provenance),
             **({"notes": list(self.notes)} if self.notes else {}),
         }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedobp.accounting import Accounting, cost_of
 from fedobp.callbacks import Callback, report_round
-from fedobp.config import Config, side_by_side
+from fedobp.config import Config, run_name, side_by_side
 from fedobp.engine import Budget, ClientJob, Store
 from fedobp.errors import FedobpError
 from fedobp.evaluation import Accuracy, NewClients, Report, ServerView, make_protocol
@@ -20,7 +20,7 @@ from fedobp.method import CohortKind, CohortUpdate, InitialState, Method, RoundC
 from fedobp.models import Model
 from fedobp.result import Compute, Result, Traffic
 from fedobp.sampling import Sampler
-from fedobp.storage import ClientModels, RunFolder
+from fedobp.storage import ClientModels, RunFolder, versions
 
 
 class Evaluate(Protocol):
@@ -50,6 +50,7 @@ class Run:
         keep_models: bool = True,
         launch: Sequence[Config] = (),
         notes: Sequence[str] = (),
+        clients: Sequence[Mapping[str, float]] = (),
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.config, self.method, self.model = config, method, model
@@ -62,6 +63,7 @@ class Run:
         self._keep_models = keep_models or (out is not None and config.save_models == "all")
         self._launch, self._callbacks = launch, callbacks  # `launch`: all runs that train side by side, in order
         self._notes = tuple(notes)  # what its folder does not hold
+        self._clients, self._engine_note = clients, provenance  # `clients`: sizes and label entropy
         # Last: a run that starts has a folder.
         self._folder = _open_folder(out, config, partition, launch, notes, provenance) if out else None
 
@@ -195,13 +197,46 @@ class Run:
             launch=tuple(self._launch),
             labels=tuple(self._metadata.get("labels", ())),
             notes=self._notes,
+            clients=tuple(self._client_rows(chosen, reported)),
+            provenance=self._provenance(),
         )
         if folder:
             if config.save_models != "none":
                 models.save(folder.path / "models", clients=config.save_models == "all", about=self._metadata)
             beside = {"launch": [config.changed(other) for other in self._launch]} if len(self._launch) > 1 else {}
-            folder.finish({**result.to_json(), **beside})
+            folder.finish({**result.to_json(), **beside}, result.clients)
         return result
+
+    def _client_rows(self, chosen: Callable[..., Accuracy | None], reported: Sequence[Report]) -> list[dict[str, Any]]:
+        """Return a row for each client that trains: its data, its accuracies, and its personal entries at the end."""
+        columns = {
+            name: found.per_client
+            for name in ("served", "last", "finetuned")
+            if (found := chosen(getattr(report, name) for report in reported)) and found.per_client
+        }
+        tensors = [f"personal.{name}" for name in self.model.layout.names]
+        rows, of_clients = [], self.reports[-1].personal_per_client
+        for at, (about, counts) in enumerate(zip(self._clients, of_clients, strict=True)):
+            accuracies = {name: values[at] for name, values in columns.items()}
+            personal = {"personal": sum(counts), **dict(zip(tensors, counts, strict=True))}
+            rows.append({**about, **dict.fromkeys(("served", "last", "finetuned")), **accuracies, **personal})
+        return rows
+
+    def _provenance(self) -> dict[str, Any]:
+        """Return what the numbers may depend on."""
+        config, device = self.config, self.server["theta"].device
+        return {
+            "config": config.hash,
+            "partition": self._partition,
+            "seed": config.seed,
+            "protocol": config.protocol,
+            **versions(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "precision": config.precision,
+            "engine": ", ".join(filter(None, (config.engine, self._engine_note))),
+            "threads": torch.get_num_threads(),
+            "beside": [run_name(one) for one in self._launch],
+        }
 
 
 def _open_folder(

@@ -22,7 +22,7 @@ def test_run_json_has_exactly_the_documented_shape(command):
     run = said.json
     assert set(run) == {
         "method", "dataset", "seed", "rounds", "protocol", "accuracy", "last", "finetuned", "history",
-        "personal", "bytes", "compute", "seconds", "partition", "out",
+        "personal", "bytes", "compute", "seconds", "partition", "out", "provenance",
     }  # fmt: skip
     assert (run["method"], run["dataset"], run["seed"], run["rounds"]) == ("fedobp", "digits", 42, 2)
     assert set(run["accuracy"]) == set(run["last"]) == set(run["finetuned"]) == ACCURACY
@@ -43,7 +43,7 @@ def test_finetuned_is_null_without_finetune_epochs(command):
 def test_a_run_folder_holds_config_metrics_timings_models_and_result(command):
     assert command("run", *TINY, "--out", "here").code == 0
     assert {path.name for path in Path("here").iterdir()} == {
-        "config.toml", "metrics.jsonl", "timings.jsonl", "models", "result.json",
+        "config.toml", "metrics.jsonl", "timings.jsonl", "clients.csv", "models", "result.json",
     }  # fmt: skip
     config = tomllib.loads(Path("here/config.toml").read_text())
     assert "out" not in config

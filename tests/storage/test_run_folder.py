@@ -39,7 +39,7 @@ def run(tmp_path_factory):
 
 def test_a_run_writes_these_files_and_no_others(run):
     folder, result = run
-    names = {"config.toml", "metrics.jsonl", "timings.jsonl", "result.json"}
+    names = {"config.toml", "metrics.jsonl", "timings.jsonl", "clients.csv", "result.json"}
     assert set(files(folder)) == names | {"models/global.safetensors", "models/clients.safetensors"}
     assert result.out == folder
 
@@ -144,7 +144,7 @@ def test_lines_are_strict_json(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
         folder.log("metrics", {"loss": float("nan")})
     with pytest.raises(ValueError, match="JSON"):
-        folder.finish({"loss": float("inf")})
+        folder.finish({"loss": float("inf")}, [])
 
 
 def test_write_replaces_a_whole_file_and_leaves_nothing_beside_it(tmp_path):
@@ -164,7 +164,8 @@ def test_a_write_that_fails_leaves_nothing_beside_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["config.toml", "metrics.jsonl", "timings.jsonl", "result.json", "compare.json", "compare.toml"]
+    "name",
+    ["config.toml", "metrics.jsonl", "timings.jsonl", "clients.csv", "result.json", "compare.json", "compare.toml"],
 )
 def test_a_folder_that_holds_any_file_of_a_run_is_refused(tmp_path, name):
     (tmp_path / name).write_text("precious")

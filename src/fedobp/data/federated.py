@@ -92,6 +92,16 @@ class FederatedData:
         constants = {"unit": self.unit, "mean": self.mean.flatten().tolist(), "std": self.std.flatten().tolist()}
         return {"input_shape": self.shape, "labels": list(self._labels), "scaling": constants}
 
+    def describe_clients(self) -> list[dict[str, float]]:
+        """Return the sizes of the clients that train, and the entropy of their training labels in bits."""
+        counts = self.label_counts[: self.trainers].double()
+        shares = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
+        entropy = torch.special.entr(shares).sum(dim=1) / np.log(2)
+        return [
+            {"client": client, "train": self.size(client, "train"), "test": self.size(client, "test"), "entropy": bits}
+            for client, bits in enumerate(entropy.tolist())
+        ]
+
     def size(self, client: int, split: Split) -> int:
         """Return the number of samples of a client."""
         return self._index[split].sizes[client]

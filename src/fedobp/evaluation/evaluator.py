@@ -47,6 +47,7 @@ class Report:
     personal_by_tensor: dict[str, float]  # mean over clients
     passes: float  # that clients made over their training data before they were served
     new_clients: NewClients | None = None
+    personal_per_client: tuple[tuple[int, ...], ...] = ()  # by client and tensor
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain values; of metrics, those of all clients."""
@@ -99,6 +100,7 @@ def report(round: int, counts: Counts, layout: Layout, new_clients: NewClients |
         personal_by_tensor=dict(zip(layout.names, by_tensor, strict=True)),
         passes=counts.processed / max(1, counts.samples),
         new_clients=new_clients,
+        personal_per_client=tuple(map(tuple, counts.personal.tolist())),
     )
 
 

@@ -25,10 +25,12 @@ class Accuracy:
     balanced: float  # mean recall over the classes that occur, pooled
     majority_class: float  # always answering the client's most frequent training label, pooled
     metrics: Metrics = field(default_factory=dict, hash=False)  # others that were asked for, of the same predictions
+    per_client: tuple[float | None, ...] = field(default=(), repr=False)  # None: a client without test samples
 
     def to_json(self) -> dict[str, float]:
-        """Return the accuracies as plain values, without the other metrics."""
-        return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "metrics"}
+        """Return the accuracies of all clients as plain values, without the other metrics."""
+        left_out = ("metrics", "per_client")
+        return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name not in left_out}
 
 
 class ClientCounts(NamedTuple):
@@ -81,6 +83,7 @@ def merge(counts: Sequence[ClientCounts]) -> Accuracy:
         balanced=_percent(recalls.mean()),
         majority_class=_percent(majority / samples.sum()),
         metrics=merge_scores([one.metrics for one in counts], sizes) if sizes else {},
+        per_client=tuple(_percent(one.correct.sum() / n) if (n := one.tested.sum()) else None for one in counts),
     )
 
 

@@ -28,14 +28,25 @@ def flat(values: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
 
 def numbers_of(values: Mapping[str, Any], separator: str = ".") -> dict[str, float]:
     """Return the numbers of a round or a result, without those that identify it."""
-    told = {name: value for name, value in values.items() if name not in (*_FIRST, "round", "rounds", "protocol")}
+    told = {
+        name: value
+        for name, value in values.items()
+        if name not in (*_FIRST, "round", "rounds", "protocol", "provenance")
+    }
     return {name: value for name, value in flat(told, separator).items() if isinstance(value, int | float)}
 
 
 def result_row(result: "Result") -> dict[str, Any]:
     """Return a run's row: what it is, its numbers, and its settings."""
     text = {"partition_hash": result.partition, **({"out": str(result.out)} if result.out else {})}
-    return {**_head(result.config), **numbers_of(result.to_json()), **text, **flat(settings_of(result.config))}
+    origin = flat({"provenance": result.provenance})
+    return {
+        **_head(result.config),
+        **numbers_of(result.to_json()),
+        **text,
+        **flat(settings_of(result.config)),
+        **origin,
+    }
 
 
 def failure_row(failure: "Failure") -> dict[str, Any]:

@@ -1,6 +1,15 @@
 """What runs write to disk: run folders and models."""
 
 from fedobp.storage.client_models import ClientModels, load_state_dict
-from fedobp.storage.run_folder import RunFolder, claim, new_run_folder, provenance, release
+from fedobp.storage.run_folder import RunFolder, claim, new_run_folder, provenance, release, versions
 
-__all__ = ["ClientModels", "RunFolder", "claim", "load_state_dict", "new_run_folder", "provenance", "release"]
+__all__ = [
+    "ClientModels",
+    "RunFolder",
+    "claim",
+    "load_state_dict",
+    "new_run_folder",
+    "provenance",
+    "release",
+    "versions",
+]

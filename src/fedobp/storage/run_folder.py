@@ -1,16 +1,17 @@
 """A run folder: the configuration, the metrics of each round, the result and the models of one run.
 
-`config.toml` repeats the run; `metrics.jsonl` has one line per round; `models/` holds the final models. These three are
-byte-equal for two runs of one configuration on one machine. Times are not, so they are in a file of their own,
-`timings.jsonl`. `result.json` is what `fedobp run --json` prints.
+`config.toml` repeats the run; `metrics.jsonl` has one line per round; `clients.csv` has one row per client; `models/`
+holds the final models. These four are byte-equal for two runs of one configuration on one machine. Times are not, so
+they are in a file of their own, `timings.jsonl`. `result.json` is what `fedobp run --json` prints.
 """
 
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,13 @@ from typing import Any
 import torch
 
 from fedobp._version import __version__
+from fedobp.csv_rows import write_rows
 from fedobp.files import taken, unwritable, write_json, write_new
 
-_RUN_FILES = ("config.toml", "compare.toml", "metrics.jsonl", "timings.jsonl", "result.json", "compare.json", "models")
+_RUN_FILES = (
+    "config.toml", "compare.toml", "metrics.jsonl", "timings.jsonl", "clients.csv", "result.json", "compare.json",
+    "models",
+)  # fmt: skip
 
 
 def claim(folder: Path, name: str = "", content: str = "") -> Path:
@@ -82,10 +87,19 @@ def new_run_folder(label: str) -> Path:
     raise AssertionError("count is infinite")
 
 
+def versions() -> dict[str, str | None]:
+    """Return the versions that results may depend on."""
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = None
+    return {"fedobp": __version__, "torch": torch.__version__, "triton": triton, "python": platform.python_version()}
+
+
 def provenance(engine: str = "") -> str:
     """Return a comment with what results may depend on: versions, the number of threads, and what the engine says."""
-    versions = f"fedobp {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    return f"# Made by {versions}, {torch.get_num_threads()} threads{engine and f', {engine}'}\n"
+    made_by = f"fedobp {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    return f"# Made by {made_by}, {torch.get_num_threads()} threads{engine and f', {engine}'}\n"
 
 
 class RunFolder:
@@ -106,6 +120,8 @@ class RunFolder:
         except OSError as error:
             raise unwritable(path, error) from error
 
-    def finish(self, result: Mapping[str, Any]) -> None:
-        """Write `result.json`."""
+    def finish(self, result: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]) -> None:
+        """Write `clients.csv`, and last `result.json`: a folder that has one holds a finished run."""
+        if clients:
+            write_rows(self.path / "clients.csv", clients)
         write_json(self.path / "result.json", result)

@@ -1,0 +1,69 @@
+"""Results as tidy rows: one for each run and each model that its clients are tested with."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedobp.csv_rows import read_rows
+from fedobp.plugins import label
+
+if TYPE_CHECKING:
+    from fedobp.saved_runs import SavedRun
+
+MODELS = {"served": "accuracy", "last": "last", "finetuned": "finetuned"}  # by their names in result.json
+TEXTS = (
+    "run", "method", "mode", "dataset", "partition", "protocol", "model", "options", "network", "config_hash",
+    "partition_hash", "fedobp", "torch", "triton", "python", "device", "precision",
+)  # fmt: skip
+
+
+def tidy_rows(run: "SavedRun") -> list[dict[str, Any]]:
+    """Return a row for each model that a run's clients are tested with; accuracies are per cent."""
+    config, result, origin = run.config, run.result, run.result.get("provenance", {})
+    after = {
+        "personal_mean": result["personal"]["mean"],
+        "personal_share": result["personal"]["share"],
+        "bytes_down": result["bytes"]["down_total"],
+        "bytes_up": result["bytes"]["up_total"],
+        "visit_passes": result["compute"]["visit"],
+        "use_passes": result["compute"]["use"],
+        "seconds": result.get("seconds"),
+        "options": ";".join(f"{name}={value}" for name, value in config.options.items()),
+        "network": label(config.model),
+        "clients": config.clients,
+        "participation": config.participation,
+        "config_hash": origin.get("config"),
+        "partition_hash": result.get("partition"),
+        **{name: origin.get(name) for name in ("fedobp", "torch", "triton", "python", "device", "precision")},
+        "beside": len(origin["beside"]) if "beside" in origin else None,
+    }
+    columns = {model: result[name] for model, name in MODELS.items() if result.get(name)}
+    return [
+        {**_head(run), "model": model, "rounds": config.rounds, **values, **after} for model, values in columns.items()
+    ]
+
+
+def history_rows(run: "SavedRun") -> list[dict[str, Any]]:
+    """Return a row for each evaluation of a run."""
+    return [
+        {**_head(run), "round": number, "pooled": pooled, "client_mean": client_mean}
+        for number, pooled, client_mean in run.history
+    ]
+
+
+def _head(run: "SavedRun") -> dict[str, Any]:
+    config = run.config
+    return {
+        "run": run.name,
+        "method": config.method,
+        "mode": config.options.get("mode"),
+        "dataset": config.dataset,
+        "alpha": config.alpha,
+        "partition": label(config.partition),
+        "seed": config.seed,
+        "protocol": config.protocol,
+    }
+
+
+def read_tidy(path: Path) -> list[dict[str, Any]]:
+    """Return tidy rows from a CSV file; an empty cell is None."""
+    return read_rows(path, TEXTS)

@@ -1,0 +1,99 @@
+"""Finished runs, read from their folders."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from fedobp import Config, Federation, FedobpError
+from fedobp.csv_rows import write_rows
+from fedobp.report.tidy import read_tidy, tidy_rows
+from fedobp.saved_runs import find_runs, read_run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    federation = Federation(Config(rounds=2, clients=5, participation=0.4, eval_every=1, finetune_epochs=1, alpha=1.0))
+    return federation, federation.run(out=folder)
+
+
+def test_a_run_comes_back(finished):
+    _, result = finished
+    saved = read_run(result.out)
+    assert saved.name == "one"
+    assert saved.config == result.config
+    assert saved.history == result.history
+    assert saved.result["accuracy"] == result.accuracy.to_json()
+    assert [line["round"] for line in saved.metrics()] == [1, 2] == [line["round"] for line in saved.timings()]
+    assert saved.clients() == list(result.clients)
+
+
+def test_a_row_a_client(finished):
+    """The rows agree with the data, the accuracies and the personal entries of all clients."""
+    federation, result = finished
+    data, rows = federation.data, result.clients
+    assert [row["client"] for row in rows] == list(range(5))
+    assert [row["train"] for row in rows] == [data.size(client, "train") for client in range(5)]
+    correct = sum(row["served"] * row["test"] for row in rows) / sum(row["test"] for row in rows)
+    assert correct == pytest.approx(result.accuracy.pooled)
+    assert sum(row["last"] for row in rows) / 5 == pytest.approx(result.last.client_mean)
+    assert sum(row["finetuned"] for row in rows) / 5 == pytest.approx(result.finetuned.client_mean)
+    for row in rows:
+        shares = [n / row["train"] for n in data.counts(row["client"]).tolist() if n]
+        assert row["entropy"] == pytest.approx(-sum(share * math.log2(share) for share in shares))
+        own = [name for name in row if name.startswith("personal.")]
+        assert row["personal"] == sum(row[name] for name in own)
+    assert sum(row["personal"] for row in rows) / 5 == pytest.approx(result.personal.mean)
+    means = {name: sum(row[f"personal.{name}"] for row in rows) / 5 for name in federation.model.layout.names}
+    assert read_run(result.out).metrics()[-1]["personal_by_tensor"] == pytest.approx(means)
+    assert result.personal.mean > 0
+
+
+def test_what_a_number_depends_on_travels_with_it(finished):
+    _, result = finished
+    origin = json.loads((result.out / "result.json").read_text())["provenance"]
+    assert origin["config"] == result.config.hash
+    assert origin["partition"] == result.partition
+    assert (origin["seed"], origin["protocol"], origin["device"], origin["precision"]) == (42, "default", "cpu", "fp32")
+    assert origin["beside"] == ["fedobp-seed42"]
+    assert {"fedobp", "torch", "triton", "python", "threads", "engine"} < set(origin)
+
+
+def test_tidy_rows(finished, tmp_path: Path):
+    """A row for each model that clients are tested with; they survive a CSV file."""
+    _, result = finished
+    rows = tidy_rows(read_run(result.out))
+    assert [row["model"] for row in rows] == ["served", "last", "finetuned"]
+    assert [row["pooled"] for row in rows] == [result.accuracy.pooled, result.last.pooled, result.finetuned.pooled]
+    assert rows[0]["config_hash"] == result.config.hash
+    assert "q=" in rows[0]["options"]
+    write_rows(tmp_path / "rows.csv", rows)
+    assert read_tidy(tmp_path / "rows.csv") == rows
+
+
+def test_settings_that_say_the_same_have_one_hash():
+    config = Config(rounds=3)
+    assert config.hash == Config(rounds=3, data_dir="/elsewhere", save_models="none").hash
+    assert config.hash != Config(rounds=4).hash
+    assert config.hash != Config(rounds=3, options={"q": 0.5}).hash
+
+
+def test_runs_are_found(finished, tmp_path: Path):
+    _, result = finished
+    assert [run.name for run in find_runs([result.out.parent, result.out])] == ["one"]
+    with pytest.raises(FedobpError, match=r"there is no folder .*absent"):
+        find_runs([tmp_path / "absent"])
+    with pytest.raises(FedobpError, match="there is no finished run in"):
+        find_runs([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("{", "is damaged"), ("[]", "is not the result of a run"), ('{"method": 3}', "is not the result of a run")],
+)
+def test_a_damaged_result_is_a_user_error(tmp_path: Path, content: str, said: str):
+    (tmp_path / "result.json").write_text(content)
+    with pytest.raises(FedobpError, match=said):
+        find_runs([tmp_path])
