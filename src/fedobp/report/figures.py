@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from fedobp.report.sections import Group
     from fedobp.saved_runs import SavedRun
 
-COLUMN = 3.75  # inches: a column of a paper, and a phone's width with text of about 10 pixels
+COLUMN = 3.5  # inches: a column of a paper; on a phone of 390 pixels the text has 11
 INK, MUTED, GRID, CELL = "#20262d", "#5b6570", "#e3e7eb", "#eff2f5"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c2649b", "#d18f00", "#3d9ad6", "#56606b")
-RAMP = ("#3b1c6b", "#3f4a8a", "#2c728e", "#1f968b", "#3dbc74", "#8fd744", "#dde318", "#9aa5b1")  # layers, by depth
-SHADES = ("#c6dbef", "#85bcdc", "#4a98c9", "#1f6fb2", "#0a4a90", "#08204d")  # of a heat map, from few to many
+RAMP = ("#2d1e5f", "#35498e", "#2b74a0", "#2a9d8f", "#6cbf84", "#b7d67a", "#e8c75f", "#9aa5b1")  # layers, by depth
+SHADES = ("#f2c063", "#e88a45", "#d4585a", "#ae3f87", "#7d43a8", "#5a48b8")  # of a heat map, from few to many
 STYLE = {
     "font.size": 8.0,
     "axes.titlesize": 8.5,
@@ -49,7 +49,6 @@ _LINES, _MARKERS = ("-", "--", ":", "-."), "os^DvPX"
 _MOST_POINTS = 30  # evaluations that are marked one by one
 _MOST_LAYERS = len(RAMP) - 1  # in a stack; the others are one more
 _LABEL = 24  # characters of a label beside bars
-REFERENCES = ("fedavg", "local")
 
 
 class Look(NamedTuple):
@@ -87,23 +86,24 @@ class Curve(Protocol):
     def history(self) -> list[tuple[int, float, float]]: ...  # noqa: D102
 
 
-def draw_accuracy(ax: Axes, label: str, runs: Sequence[Curve], index: int) -> list[str]:
-    """Draw the pooled accuracy over the rounds: the mean, in a band of one deviation; return each point in words."""
+def accuracy_of(runs: Sequence[Curve]) -> tuple[list[int], NDArray[np.float64], NDArray[np.float64] | None]:
+    """Return the evaluated rounds, the mean pooled accuracy of runs, and its standard deviation (None for one run)."""
     rounds = [point[0] for point in runs[0].history]
     pooled = np.array([[point[1] for point in run.history] for run in runs])
-    mean, name = pooled.mean(axis=0), label if len(runs) == 1 else f"{label} ({len(runs)} runs)"
+    return rounds, pooled.mean(axis=0), pooled.std(axis=0, ddof=1) if len(runs) > 1 else None
+
+
+def draw_accuracy(ax: Axes, label: str, runs: Sequence[Curve], index: int) -> None:
+    """Draw the pooled accuracy over the rounds: the mean, in a band of one standard deviation (n - 1)."""
+    rounds, mean, deviation = accuracy_of(runs)
     colour, line, marker = look(index)
     ax.plot(
         rounds, mean, line, marker=marker if len(rounds) <= _MOST_POINTS else "", markersize=2.6, linewidth=1.3,
-        color=colour, label=name, gid=f"s{index}",
+        color=colour, label=label if len(runs) == 1 else f"{label} ({len(runs)} runs)", gid=f"s{index}",
     )  # fmt: skip
-    spread = pooled.std(axis=0, ddof=1) if len(runs) > 1 else None
-    if spread is not None:
-        ax.fill_between(
-            rounds, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0, gid=f"m{index}"
-        )
-    deviations = [""] * len(rounds) if spread is None else [f" ± {one:.2f}" for one in spread]
-    return [f"round {at}: {one:.2f}{more}" for at, one, more in zip(rounds, mean, deviations, strict=True)]
+    if deviation is not None:
+        low, high = mean - deviation, mean + deviation
+        ax.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0, gid=f"m{index}")
 
 
 def finish_accuracy(ax: Axes) -> None:
@@ -114,27 +114,25 @@ def finish_accuracy(ax: Axes) -> None:
 
 
 def draw_clients(
-    ax: Axes, group: "Group", references: "Sequence[Group]", served: Mapping[int, Mapping[int, float]]
-) -> list[int]:
-    """Draw each client's accuracy, sorted, with those of other methods on the same clients; return the order.
-
-    `served` has the accuracies by the group's index and by client.
-    """
-    own = served[group.index]
-    order = sorted(own, key=lambda client: (own[client], client))
+    ax: Axes,
+    group: "Group",
+    references: "Sequence[Group]",
+    order: Sequence[int],
+    served: Mapping[int, Mapping[int, float]],
+) -> None:
+    """Draw the accuracy of a group and of references on each client; `served` is by the group's index and by client."""
     size = float(np.clip(60 / math.sqrt(len(order)), 1.4, 4.5))
     for one, marker in [*zip(references, "os", strict=False), (group, "o")]:
-        others = served[one.index]
+        found, width = served[one.index], size if one is group else 0.75 * size
         ax.plot(
-            range(1, len(order) + 1), [others.get(client, math.nan) for client in order], marker,
-            markersize=size if one is group else 0.8 * size, color=look(one.index).colour, markeredgewidth=0,
-            label=one.label, gid=f"dots{one.index}{'r' if marker == 'o' else 's'}", clip_on=False,
+            range(1, len(order) + 1), [found.get(client, math.nan) for client in order], marker, markersize=width,
+            color=look(one.index).colour, markeredgewidth=0, label=one.label, clip_on=False,
+            gid=f"dots{one.index}{'r' if marker == 'o' else 's'}{width:.2f}",
         )  # fmt: skip
     ax.set(xlabel=f"clients, sorted by {short(group.label, 30)}", ylabel="accuracy (%)", ylim=(-3, 103))
     ax.set_xlim(1 - 0.02 * len(order) - 0.3, len(order) * 1.02 + 0.3)
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     _finish(ax)
-    return order
 
 
 def draw_layers(ax: Axes, rounds: Sequence[int], layers: Mapping[str, Sequence[float]]) -> None:
@@ -199,27 +197,27 @@ def draw_kept(ax: Axes, layers: Sequence[str], counts: NDArray[np.int64]) -> Non
 
 def _edges(largest: int) -> list[int]:
     """Return the lower ends of at most six classes of counts, and one more than the last class ends with."""
-    for steps in ((1, 2, 5), (1,)):
-        for power in (1, 2, 3):
-            edges = [step * 10 ** (power * at) for at in range(20) for step in (steps if power == 1 else (1,))]
-            within = [edge for edge in edges if edge <= largest]
-            if len(within) <= len(SHADES):
-                return [*within, max(largest, within[-1]) + 1]
-    raise AssertionError("six classes of a thousandfold cover every count")
+    finest = [step * 10**power for power in range(20) for step in (1, 2, 5)]
+    for edges in (finest, *([base**power for power in range(20)] for base in (10, 100, 1000))):
+        within = [edge for edge in edges if edge <= largest]
+        if len(within) <= len(SHADES):
+            break
+    return [*within, largest + 1]
 
 
-def draw_bytes(ax: Axes, groups: "Sequence[Group]", words: Sequence[tuple[str, str]]) -> None:
-    """Draw each method's bytes per round: down, and below it up. `words` are the labels of both bars."""
+def draw_bytes(
+    ax: Axes, groups: "Sequence[Group]", sizes: Sequence[Sequence[float]], words: Sequence[Sequence[str]]
+) -> None:
+    """Draw bytes per round: a bar down and below it one up for each group, with `words` beside them."""
     for at, group in enumerate(groups):
-        for name, shift, alpha, text in zip(("down", "up"), (-0.2, 0.2), (1.0, 0.55), words[at], strict=True):
-            mean, _ = group.spread(lambda run, name=name: run.result["bytes"][f"{name}_per_round"])  # type: ignore[misc]
-            _bar(ax, group, at + shift, 0.36, 0.0, mean or 0.0, alpha)
-            _beside(ax, group, at + shift, mean or 0.0, text)
+        for size, text, shift, alpha in zip(sizes[at], words[at], (-0.2, 0.2), (1.0, 0.55), strict=True):
+            _bar(ax, group, at + shift, 0.36, 0.0, size, alpha)
+            _beside(ax, group, at + shift, size, text)
     _finish_bars(ax, groups)
 
 
 def draw_time(ax: Axes, groups: "Sequence[Group]", times: Sequence[tuple[float, float]], words: Sequence[str]) -> None:
-    """Draw each method's seconds per round: training, and what comes on top of it. `times` are (training, all)."""
+    """Draw seconds per round: of training, and in a paler colour what comes on top. `times` are (training, all)."""
     for at, (group, (train, whole)) in enumerate(zip(groups, times, strict=True)):
         _bar(ax, group, at, 0.62, 0.0, train, 1.0)
         _bar(ax, group, at, 0.62, train, whole - train, 0.45)
@@ -229,7 +227,7 @@ def draw_time(ax: Axes, groups: "Sequence[Group]", times: Sequence[tuple[float, 
 
 def _bar(ax: Axes, group: "Group", at: float, height: float, left: float, width: float, alpha: float) -> None:
     ax.barh(at, width, height, left, color=look(group.index).colour, alpha=alpha, linewidth=0)
-    ax.patches[-1].set_gid(f"s{group.index}")
+    ax.patches[-1].set_gid(f"m{group.index}")
 
 
 def _beside(ax: Axes, group: "Group", at: float, value: float, text: str) -> None:

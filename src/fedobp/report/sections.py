@@ -1,5 +1,6 @@
 """Runs of a report: sections that share data and clients, and in each the groups that differ in their seeds only."""
 
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,19 +59,26 @@ def without_repeats(runs: "Sequence[SavedRun]") -> "list[SavedRun]":
 
 
 def sections_of(runs: "Sequence[SavedRun]") -> list[Section]:
-    """Return the sections in the order of their first runs; a label has one index in all of them."""
+    """Return the sections and their groups, sorted by title and label; a label has one index in all of them."""
     by_data: dict[str, list[SavedRun]] = {}
     for run in runs:
         by_data.setdefault(repr([_plain(getattr(run.config, name)) for name in _DATA]), []).append(run)
     titles = _titles([found[0].config for found in by_data.values()])
-    indices: dict[str, int] = {}
+    grouped = {title: by_settings(found) for title, found in zip(titles, by_data.values(), strict=True)}
+    labels = sorted({name for groups in grouped.values() for name in groups}, key=_natural)
     return [
         Section(
             title,
-            [Group(name, group, indices.setdefault(name, len(indices))) for name, group in by_settings(found).items()],
+            [Group(name, grouped[title][name], at) for at, name in enumerate(labels) if name in grouped[title]],
         )
-        for title, found in zip(titles, by_data.values(), strict=True)
+        for title in sorted(grouped, key=_natural)
     ]
+
+
+def _natural(text: str) -> list[tuple[float, str]]:
+    """Return what sorts texts by the numbers in them, such as 9 before 10."""
+    parts = re.split(r"(\d+(?:\.\d+)?)", text)
+    return [(float(part), "") if at % 2 else (-1.0, part) for at, part in enumerate(parts)]
 
 
 def _plain(value: Any) -> Any:
@@ -95,7 +103,5 @@ def _titles(configs: Sequence[Config]) -> list[str]:
     for head, config in zip(heads, configs, strict=True):
         same = [other for other, title in zip(configs, heads, strict=True) if title == head]
         varied = [name for name in _DATA if len({repr(_plain(getattr(other, name))) for other in same}) > 1]
-        titles.append(
-            head + "".join(f", {name.replace('_', ' ')} {_plain(getattr(config, name))}" for name in varied)
-        )
+        titles.append(head + "".join(f", {name.replace('_', ' ')} {_plain(getattr(config, name))}" for name in varied))
     return titles
