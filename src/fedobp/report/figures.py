@@ -7,6 +7,7 @@ by colour-blind readers (Okabe and Ito's, with enough contrast on white); curves
 import io
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from fedobp.saved_runs import SavedRun
 
 COLUMN = 3.5  # inches: a column of a paper; on a phone of 390 pixels the text has 11
-INK, MUTED, GRID, CELL = "#20262d", "#5b6570", "#e3e7eb", "#eff2f5"
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c2649b", "#d18f00", "#3d9ad6", "#56606b")
+INK, MUTED, PALE, GRID, CELL = "#20262d", "#5b6570", "#8b96a2", "#e3e7eb", "#eff2f5"
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c2649b", "#d18f00", "#3d9ad6", "#6a4fa3")
 RAMP = ("#2d1e5f", "#35498e", "#2b74a0", "#2a9d8f", "#6cbf84", "#b7d67a", "#e8c75f", "#9aa5b1")  # layers, by depth
 SHADES = ("#f2c063", "#e88a45", "#d4585a", "#ae3f87", "#7d43a8", "#5a48b8")  # of a heat map, from few to many
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 8.0,
     "axes.titlesize": 8.5,
     "text.color": INK,
@@ -48,6 +49,10 @@ STYLE = {
 _LINES, _MARKERS = ("-", "--", ":", "-."), "os^DvPX"
 _MOST_POINTS = 30  # evaluations that are marked one by one
 _MOST_LAYERS = len(RAMP) - 1  # in a stack; the others are one more
+# Dots of clients: marker, colour, relative size, level. Where accuracies are the same, all are seen: a square, on it a
+# dot, on it a small dot. The references are what other methods are compared with, client by client.
+_OWN = ("o", "", 1.0, 3)
+REFERENCES = {"fedavg": ("o", INK, 0.6, 4), "local": ("s", PALE, 1.05, 2)}
 _LABEL = 24  # characters of a label beside bars
 
 
@@ -93,8 +98,8 @@ def accuracy_of(runs: Sequence[Curve]) -> tuple[list[int], NDArray[np.float64], 
     return rounds, pooled.mean(axis=0), pooled.std(axis=0, ddof=1) if len(runs) > 1 else None
 
 
-def draw_accuracy(ax: Axes, label: str, runs: Sequence[Curve], index: int) -> None:
-    """Draw the pooled accuracy over the rounds: the mean, in a band of one standard deviation (n - 1)."""
+def draw_accuracy(ax: Axes, label: str, runs: Sequence[Curve], index: int, *, many: bool = False) -> None:
+    """Draw the pooled accuracy over the rounds: the mean, in a band of one standard deviation, pale among many."""
     rounds, mean, deviation = accuracy_of(runs)
     colour, line, marker = look(index)
     ax.plot(
@@ -103,7 +108,7 @@ def draw_accuracy(ax: Axes, label: str, runs: Sequence[Curve], index: int) -> No
     )  # fmt: skip
     if deviation is not None:
         low, high = mean - deviation, mean + deviation
-        ax.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0, gid=f"m{index}")
+        ax.fill_between(rounds, low, high, color=colour, alpha=0.05 if many else 0.15, linewidth=0, gid=f"m{index}")
 
 
 def finish_accuracy(ax: Axes) -> None:
@@ -122,11 +127,12 @@ def draw_clients(
 ) -> None:
     """Draw the accuracy of a group and of references on each client; `served` is by the group's index and by client."""
     size = float(np.clip(60 / math.sqrt(len(order)), 1.4, 4.5))
-    for one, marker in [*zip(references, "os", strict=False), (group, "o")]:
-        found, width = served[one.index], size if one is group else 0.75 * size
+    for one in (group, *references):
+        marker, colour, scale, level = REFERENCES[one.method] if one is not group else _OWN
+        found, width = served[one.index], scale * size
         ax.plot(
             range(1, len(order) + 1), [found.get(client, math.nan) for client in order], marker, markersize=width,
-            color=look(one.index).colour, markeredgewidth=0, label=one.label, clip_on=False,
+            color=colour or look(one.index).colour, markeredgewidth=0, label=one.label, clip_on=False, zorder=level,
             gid=f"dots{one.index}{'r' if marker == 'o' else 's'}{width:.2f}",
         )  # fmt: skip
     ax.set(xlabel=f"clients, sorted by {short(group.label, 30)}", ylabel="accuracy (%)", ylim=(-3, 103))
@@ -186,7 +192,7 @@ def draw_kept(ax: Axes, layers: Sequence[str], counts: NDArray[np.int64]) -> Non
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     keys = [Patch(color=CELL, label="0")]
-    for at, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
+    for at, (low, high) in enumerate(pairwise(edges)):
         text = f"{low:,}" if high - low == 1 else f"{low:,} to {high - 1:,}"
         keys.append(Patch(color=colours(at), label=text))
     ax.legend(

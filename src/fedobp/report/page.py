@@ -139,14 +139,13 @@ def _figure(name: str, panel: Panel, widths: Sequence[int] = (1,)) -> dict[str, 
 def _entry(group: Group) -> dict[str, Any]:
     """Return a group's entry in the legend."""
     _, line, marker = look(group.index)
-    runs = f" ({len(group.runs)} runs)" if len(group.runs) > 1 else ""
     dashes = {"-": "none", "--": "5 2.4", ":": "1.5 2", "-.": "6 2 1.5 2"}[line]
     shapes = {
         "o": "M13 2.4a2.6 2.6 0 1 0 .01 0z", "s": "M10.6 2.6h4.8v4.8h-4.8z", "^": "M13 1.8l3.2 5.6h-6.4z",
         "D": "M13 1.6l3.4 3.4-3.4 3.4-3.4-3.4z", "v": "M13 8.2l3.2-5.6h-6.4z",
-        "P": "M12 2h2v2h2v2h-2v2h-2v-2h-2v-2h2z", "X": "M10.5 3.5l1-1 1.5 1.5 1.5-1.5 1 1-1.5 1.5 1.5 1.5-1 1-1.5-1.5-1.5 1.5-1-1 1.5-1.5z",
+        "P": "M12 2h2v2h2v2h-2v2h-2v-2h-2v-2h2z", "X": "M11 2l2 2 2-2 1 1-2 2 2 2-1 1-2-2-2 2-1-1 2-2-2-2z",
     }  # fmt: skip
-    return {"index": group.index, "label": group.label, "runs": runs, "colour": group.index % len(COLOURS),
+    return {"index": group.index, "label": group.label, "colour": group.index % len(COLOURS),
             "dashes": dashes, "marker": shapes[marker]}  # fmt: skip
 
 
@@ -175,7 +174,7 @@ def _cell(spread: tuple[float | None, float | None], unit: str) -> str:
     """Return a mean, and for accuracies and times the deviation."""
     mean, deviation = spread
     if mean is None:
-        return "–"
+        return "-"
     if unit == "bytes":
         return format_bytes(mean)
     if unit == "count":
@@ -249,9 +248,9 @@ def _provenance(runs: "Sequence[SavedRun]") -> dict[str, Any]:
         key = json.dumps([str(run.folder.absolute().parent), beside])
         launch = launches.setdefault(key, len(launches) + 1) if beside else None
         rows.append(
-            [run.name, run.config.seed, origin.get("config") or "–", (run.result.get("partition") or "–")[:16]]
+            [run.name, run.config.seed, origin.get("config") or "-", (run.result.get("partition") or "-")[:16]]
             + [_fact(origin.get(name)) for name in varied]
-            + [launch or "–"]
+            + [launch or "-"]
         )
     heads = ["Run", "Seed", "Settings hash", "Partition hash", *(name.capitalize() for name in varied), "Launch"]
     return {

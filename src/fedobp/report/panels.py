@@ -16,7 +16,8 @@ from fedobp.report.words import counted, listed
 if TYPE_CHECKING:
     from fedobp.saved_runs import SavedRun
 
-_REFERENCES = {"fedavg": "FedAvg", "local": "Local-Only"}  # what personalised methods are compared with
+_NAMES = {"fedavg": "FedAvg", "local": "Local-Only"}
+_MANY = 8  # curves in one panel
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def accuracy_panel(section: Section) -> Panel:
 
     def draw(ax: Axes) -> None:
         for group in section.groups:
-            figures.draw_accuracy(ax, group.label, group.runs, group.index)
+            figures.draw_accuracy(ax, group.label, group.runs, group.index, many=len(section.groups) > _MANY)
         figures.finish_accuracy(ax)
 
     several = any(len(group.runs) > 1 for group in section.groups)
@@ -82,7 +83,7 @@ class Clients:
     def _references(self, group: Group) -> list[Group]:
         """Return FedAvg and Local-Only, with the settings that are nearest to a group's."""
         found = []
-        for method in _REFERENCES:
+        for method in figures.REFERENCES:
             some = [one for one in self._groups if one.method == method and one is not group]
             config = group.runs[0].config
             found += sorted(some, key=lambda one: len(config.changed(one.runs[0].config)))[:1]
@@ -94,9 +95,12 @@ class Clients:
         if not self._first:
             return "These runs have no clients.csv, so there is nothing to show of single clients."
         present = {group.method for group in self._groups}
-        absent = [name for method, name in _REFERENCES.items() if method not in present]
+        absent = [name for method, name in _NAMES.items() if method not in present]
         left_out = [group.label for group in self._section.groups if group not in self._groups]
         sentences = ["A dot is a client; point at it, or use the arrow keys, for its size and label entropy."]
+        keys = {"fedavg": "small dark dots are FedAvg", "local": "grey squares are Local-Only"}
+        if shown := [key for method, key in keys.items() if method in present]:
+            sentences.append(f"On the same clients, {listed(shown)}.")
         if len({run.result.get("partition") for run in self._section.runs}) > 1:
             seed = self._first.config.partition_seed
             sentences.append(f"These are the clients of partition seed {seed}; other seeds have other clients.")
@@ -124,7 +128,7 @@ class Clients:
     def panels(self) -> list[Panel]:
         """Return a dot plot for each method that is no reference; for all if there are only references."""
         groups = [group for group in self._groups if self._served[group.index]]
-        others = [group for group in groups if group.method not in _REFERENCES]
+        others = [group for group in groups if group.method not in figures.REFERENCES]
         return [self._panel(group, self._references(group)) for group in others or groups]
 
     def _panel(self, group: Group, beside: Sequence[Group]) -> Panel:
@@ -177,8 +181,9 @@ def kept_panels(section: Section, clients: Clients) -> list[Panel]:
         if not counts.size or (counts == counts[:, :1]).all():
             continue
         sums = counts.sum(axis=0)
-        span = f"{sums.min():,} to {sums.max():,}" if sums.min() < sums.max() else f"{sums[0]:,}"
-        text = f"{span} a client, median {np.median(sums):,.0f}"
+        text = f"{sums.min():,} to {sums.max():,} a client, median {np.median(sums):,.0f}"
+        if sums.min() == sums.max():
+            text = f"{sums[0]:,} a client"
         alt = f"Personal parameters of {group.label} by client and layer: {text}."
         draw = partial(figures.draw_kept, layers=layers, counts=counts)
         data = {"kind": "cells", "clients": ids, "layers": layers, "counts": counts.tolist()}

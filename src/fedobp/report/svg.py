@@ -1,4 +1,4 @@
-"""A matplotlib figure as SVG inside an HTML page: small, with the page's colours and fonts, and marked for its script."""
+"""A matplotlib figure as SVG inside an HTML page: small, in the page's colours and fonts, marked for its script."""
 
 import io
 import re
@@ -9,11 +9,11 @@ from matplotlib import rc_context
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from fedobp.report.figures import CELL, COLOURS, GRID, INK, MUTED, RAMP, STYLE
+from fedobp.report.figures import CELL, COLOURS, GRID, INK, MUTED, PALE, RAMP, STYLE
 
 # Colours by the page's names for them, which differ in light and dark.
 NAMES = {
-    INK: "--ink", MUTED: "--muted", GRID: "--grid", CELL: "--cell",
+    INK: "--ink", MUTED: "--muted", PALE: "--pale", GRID: "--grid", CELL: "--cell",
     **{colour: f"--c{at}" for at, colour in enumerate(COLOURS)},
     **{colour: f"--l{at}" for at, colour in enumerate(RAMP)},
 }  # fmt: skip
@@ -61,9 +61,9 @@ def _dots(found: re.Match[str]) -> str:
     index, shape, width, uses = found.groups()
     points = re.findall(rf"x={_NUMBER} y={_NUMBER}", uses)
     path = "".join(f"M{float(x):.1f} {float(y):.1f}h0" for x, y in points)
-    colour = NAMES[COLOURS[int(index) % len(COLOURS)]]
+    [colour] = set(re.findall(r"fill: (#\w+)", uses))
     cap = "round" if shape == "r" else "square"
     return (
         f'<path data-m="{index}" data-dots="" d="{path}" '
-        f'style="fill: none; stroke: var({colour}); stroke-width: {float(width):.2f}; stroke-linecap: {cap}"/>'
+        f'style="fill: none; stroke: {colour}; stroke-width: {float(width):.2f}; stroke-linecap: {cap}"/>'
     )

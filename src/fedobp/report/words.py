@@ -51,15 +51,17 @@ def setting_in_words(section: Section) -> list[str]:
         return listed((f"{one:,}" if isinstance(one := value(config), int) else str(one) for config in configs), "or")
 
     size = model_size(runs)
-    parts = f"a training and a test part{f', and {first.val_ratio:.0%} of training for validation' if first.val_ratio else ''}"
+    validation = f", and {first.val_ratio:.0%} of its training part for validation" if first.val_ratio else ""
     more = [
         *([f"momentum {either(lambda c: f'{c.momentum:g}')}"] if any(c.momentum for c in configs) else []),
         *([f"weight decay {either(lambda c: f'{c.weight_decay:g}')}"] if any(c.weight_decay for c in configs) else []),
     ]
     schedule = {"constant": "constant", "cosine": "falling by a cosine"}
     sentences = [
-        f"{first.clients:,} clients, {either(lambda c: c.cohort_size)} in each round, {either(lambda c: c.rounds)} rounds.",
-        f"The data is {first.dataset}, assigned to clients by {partition_words(first)}; each client has {parts}.",
+        f"{first.clients:,} clients, {either(lambda c: c.cohort_size)} in each round, "
+        f"{either(lambda c: c.rounds)} rounds.",
+        f"The data is {first.dataset}, assigned to clients by {partition_words(first)}; each client has a training and "
+        f"a test part{validation}.",
         f"In a round, a client trains {either(lambda c: c.epochs)} local epochs of SGD in batches of "
         f"{either(lambda c: c.batch_size)}, with a {either(lambda c: schedule.get(c.lr_schedule, c.lr_schedule))} "
         f"learning rate of {either(lambda c: f'{c.lr:g}')}{''.join(f', {one}' for one in more)}.",
@@ -102,6 +104,6 @@ def _protocol(config: Config) -> str:
         else ""
     )
     return (
-        f"Reported is {'the ' * (protocol.pick == 'best')}{protocol.reported} (protocol {protocol.name}): accuracy in per cent on the test parts of all "
-        f"clients, of the models as served, before further local training.{chosen}"
+        f"Reported is {'the ' * (protocol.pick == 'best')}{protocol.reported} (protocol {protocol.name}): accuracy in "
+        f"per cent on the test parts of all clients, of the models as served, before further local training.{chosen}"
     )
