@@ -52,7 +52,7 @@ _MOST_LAYERS = len(RAMP) - 1  # in a stack; the others are one more
 # Dots of clients: marker, colour, relative size, level. Where accuracies are the same, all are seen: a square, on it a
 # dot, on it a small dot. The references are what other methods are compared with, client by client.
 _OWN = ("o", "", 1.0, 3)
-REFERENCES = {"fedavg": ("o", INK, 0.6, 4), "local": ("s", PALE, 1.05, 2)}
+REFERENCES = {"fedavg": ("o", INK, 0.6, 4), "local": ("s", PALE, 0.85, 2)}
 _LABEL = 24  # characters of a label beside bars
 
 
@@ -144,7 +144,7 @@ def draw_clients(
 def draw_layers(ax: Axes, rounds: Sequence[int], layers: Mapping[str, Sequence[float]]) -> None:
     """Draw the mean number of a client's personal parameters over the rounds, layer by layer, as a stack."""
     names = shown_layers(layers)
-    rest = [name for name in layers if name not in names]
+    rest = [name for name in layers if name not in names and max(layers[name]) > 0]
     stack = [list(layers[name]) for name in names]
     if rest:
         stack.append([sum(values) for values in zip(*(layers[name] for name in rest), strict=True)])
@@ -156,11 +156,7 @@ def draw_layers(ax: Axes, rounds: Sequence[int], layers: Mapping[str, Sequence[f
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     _finish(ax)
-    handles, texts = ax.get_legend_handles_labels()
-    ax.legend(
-        handles[::-1], texts[::-1], frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5),
-        handlelength=1, handletextpad=0.5, labelspacing=0.35, borderpad=0.2,
-    )  # fmt: skip
+    _legend_beside(ax, ax.get_legend_handles_labels()[0][::-1])
 
 
 def shown_layers(layers: Mapping[str, Sequence[float]]) -> list[str]:
@@ -188,16 +184,19 @@ def draw_kept(ax: Axes, layers: Sequence[str], counts: NDArray[np.int64]) -> Non
     ax.set_facecolor(CELL)
     ax.set_yticks(range(len(layers)), [short(name, 20) for name in layers])
     ax.set_xticks([])
-    ax.set_xlabel("clients, from few to many personal parameters")
+    ax.set_xlabel("clients, few personal first")
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     keys = [Patch(color=CELL, label="0")]
     for at, (low, high) in enumerate(pairwise(edges)):
-        text = f"{low:,}" if high - low == 1 else f"{low:,} to {high - 1:,}"
-        keys.append(Patch(color=colours(at), label=text))
+        keys.append(Patch(color=colours(at), label=f"{low:,}" if high - low == 1 else f"{low:,} to {high - 1:,}"))
+    _legend_beside(ax, keys[::-1])
+
+
+def _legend_beside(ax: Axes, handles: Sequence[Any]) -> None:
     ax.legend(
-        handles=keys, frameon=False, fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=min(len(keys), 4),
-        handlelength=1, handletextpad=0.4, columnspacing=1.0, borderpad=0.2,
+        handles=handles, frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), handlelength=1,
+        handletextpad=0.5, labelspacing=0.35, borderpad=0.2,
     )  # fmt: skip
 
 

@@ -32,18 +32,34 @@ def _flat(config: Config) -> dict[str, Any]:
 
 def by_settings(results: Sequence[Run]) -> dict[str, list[Run]]:
     """Return runs that differ in their seeds only, by label: the method, and what tells it from the other groups."""
-    groups: dict[tuple[tuple[str, Any], ...], list[Run]] = {}
-    for result in results:
-        key = tuple((name, value) for name, value in _flat(result.config).items() if name not in _SEEDS)
-        groups.setdefault(key, []).append(result)
-    all_settings = list(map(dict, groups))
-    varied = _varied(all_settings)
-    by_method = {
-        method: _varied([one for one in all_settings if one["method"] == method])
-        for method in {one["method"] for one in all_settings}
-    }
+    return by_settings_in([results])[0]
+
+
+def by_settings_in(parts: Sequence[Sequence[Run]]) -> list[dict[str, list[Run]]]:
+    """Return the groups of each part, by label; what differs within one part is in the labels of all of them."""
+    grouped: list[dict[tuple[tuple[str, Any], ...], list[Run]]] = []
+    varied: set[str] = set()
+    by_method: dict[str, set[str]] = {}
+    for part in parts:
+        groups: dict[tuple[tuple[str, Any], ...], list[Run]] = {}
+        for run in part:
+            key = tuple((name, value) for name, value in _flat(run.config).items() if name not in _SEEDS)
+            groups.setdefault(key, []).append(run)
+        grouped.append(groups)
+        settings = list(map(dict, groups))
+        varied |= _varied(settings)
+        for method in {one["method"] for one in settings}:
+            found = _varied([one for one in settings if one["method"] == method])
+            by_method[method] = by_method.get(method, set()) | found
+    return [_labelled(groups, varied, by_method) for groups in grouped]
+
+
+def _labelled(
+    groups: dict[tuple[tuple[str, Any], ...], list[Run]], varied: set[str], by_method: Mapping[str, set[str]]
+) -> dict[str, list[Run]]:
     labelled: dict[str, list[Run]] = {}
-    for one, runs in zip(all_settings, groups.values(), strict=True):
+    for settings, runs in groups.items():
+        one = dict(settings)
         label = _label(one, varied, by_method[one["method"]])
         # Two functions may have one name.
         same = sum(known == label or known.startswith(f"{label} (") for known in labelled)

@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +84,7 @@ def report_html(runs: "Sequence[SavedRun]", *, title: str | None = None, notes: 
         notes=notes,
         overview=_overview(sections) if len(sections) > 1 else None,
         sections=shown,
-        provenance=_provenance(kept),
+        provenance=_provenance([run for section in sections for run in section.runs]),
         glossary=GLOSSARY,
         version=__version__,
     )
@@ -237,8 +237,8 @@ def _overview(sections: Sequence[Section]) -> dict[str, Any]:
 def _provenance(runs: "Sequence[SavedRun]") -> dict[str, Any]:
     """Return what the numbers depend on: what is the same for all runs, a row a run, and the launches."""
     origins = [run.result.get("provenance") or {} for run in runs]
-    values = {name: [origin.get(name) for origin in origins] for name in _FACTS}
-    common = {name: found[0] for name, found in values.items() if len(set(map(str, found))) == 1}
+    values = {name: [_fact(origin, name) for origin in origins] for name in _FACTS}
+    common = {name: found[0] for name, found in values.items() if len(set(found)) == 1}
     varied = [name for name in _FACTS if name not in common]
     launches: dict[str, int] = {}
     rows = []
@@ -249,17 +249,17 @@ def _provenance(runs: "Sequence[SavedRun]") -> dict[str, Any]:
         launch = launches.setdefault(key, len(launches) + 1) if beside else None
         rows.append(
             [run.name, run.config.seed, origin.get("config") or "-", (run.result.get("partition") or "-")[:16]]
-            + [_fact(origin.get(name)) for name in varied]
+            + [_fact(origin, name) for name in varied]
             + [launch or "-"]
         )
     heads = ["Run", "Seed", "Settings hash", "Partition hash", *(name.capitalize() for name in varied), "Launch"]
     return {
-        "common": {name: _fact(value) for name, value in common.items()},
+        "common": common,
         "heads": heads,
         "rows": rows,
         "launches": {number: json.loads(key)[1] for key, number in launches.items()},
     }
 
 
-def _fact(value: object) -> str:
-    return "not recorded" if value is None else str(value)
+def _fact(origin: Mapping[str, Any], name: str) -> str:
+    return "not recorded" if name not in origin else "none" if origin[name] is None else str(origin[name])

@@ -60,8 +60,9 @@ def plot_runs(runs: "Sequence[SavedRun]", figure: str = "accuracy") -> Figure:
         found = [(section, panel) for section in sections for panel in make(section)]
         if not found:
             raise FedobpError(f"there is nothing to plot, because {missing}: choose another --figure")
+        several = len(sections) > 1
         titles = [
-            ", ".join([section.title] * (len(sections) > 1) + [panel.heading] * (panel.heading != section.title))
+            f"{section.title}, {panel.heading}" if several and panel.heading != section.title else panel.heading
             for section, panel in found
         ]
         return _drawn([panel for _, panel in found], titles, keys=figure in ("accuracy", "clients"))

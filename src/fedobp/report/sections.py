@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedobp.config import PARTITION_SETTINGS, Config
 from fedobp.plugins import label
-from fedobp.report.groups import by_settings, settings_of
+from fedobp.report.groups import by_settings_in, settings_of
 
 if TYPE_CHECKING:
     from fedobp.saved_runs import SavedRun
@@ -61,10 +61,10 @@ def without_repeats(runs: "Sequence[SavedRun]") -> "list[SavedRun]":
 def sections_of(runs: "Sequence[SavedRun]") -> list[Section]:
     """Return the sections and their groups, sorted by title and label; a label has one index in all of them."""
     by_data: dict[str, list[SavedRun]] = {}
-    for run in runs:
+    for run in sorted(runs, key=lambda run: (run.config.seed, run.config.partition_seed or 0)):
         by_data.setdefault(repr([_plain(getattr(run.config, name)) for name in _DATA]), []).append(run)
     titles = _titles([found[0].config for found in by_data.values()])
-    grouped = {title: by_settings(found) for title, found in zip(titles, by_data.values(), strict=True)}
+    grouped = dict(zip(titles, by_settings_in(list(by_data.values())), strict=True))
     labels = sorted({name for groups in grouped.values() for name in groups}, key=_natural)
     return [
         Section(
