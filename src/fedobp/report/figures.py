@@ -114,7 +114,7 @@ def draw_accuracy(ax: Axes, label: str, runs: Sequence[Curve], index: int, *, ma
 def finish_accuracy(ax: Axes) -> None:
     """Label the axes of accuracies over rounds."""
     ax.set(xlabel="round", ylabel="pooled accuracy (%)")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.xaxis.set_major_locator(_whole(8))
     _finish(ax)
 
 
@@ -137,7 +137,7 @@ def draw_clients(
         )  # fmt: skip
     ax.set(xlabel=f"clients, sorted by {short(group.label, 30)}", ylabel="accuracy (%)", ylim=(-3, 103))
     ax.set_xlim(1 - 0.02 * len(order) - 0.3, len(order) * 1.02 + 0.3)
-    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    ax.xaxis.set_major_locator(_whole(6))
     _finish(ax)
 
 
@@ -153,8 +153,8 @@ def draw_layers(ax: Axes, rounds: Sequence[int], layers: Mapping[str, Sequence[f
     ax.stackplot(rounds, stack, labels=[short(name, 20) for name in names], colors=colours, linewidth=0)
     ax.set(xlabel="round", ylabel="personal parameters", xlim=(rounds[0], max(rounds[-1], rounds[0] + 1)))
     ax.set_ylim(bottom=0)
-    ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    ax.xaxis.set_major_locator(_whole(5))
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
     _finish(ax)
     _legend_beside(ax, ax.get_legend_handles_labels()[0][::-1])
 
@@ -248,6 +248,11 @@ def _finish_bars(ax: Axes, groups: "Sequence[Group]") -> None:
     ax.set_xticks([])
     ax.tick_params(length=0)
     ax.spines[["top", "right", "bottom"]].set_visible(False)
+
+
+def _whole(most: int) -> MaxNLocator:
+    """Return what puts at most so many ticks on an axis, at round whole numbers."""
+    return MaxNLocator(most, integer=True, steps=[1, 2, 5, 10])
 
 
 def _finish(ax: Axes) -> None:

@@ -49,7 +49,7 @@ def accuracy_panel(section: Section) -> Panel:
         figures.finish_accuracy(ax)
 
     several = any(len(group.runs) > 1 for group in section.groups)
-    band = " Bands are one standard deviation (n - 1) around the mean over seeds." if several else ""
+    band = " Bands are one standard deviation around the mean over seeds." if several else ""
     return Panel(
         section.title,
         draw,

@@ -29,8 +29,9 @@ function show(text, svg, x, y) {
   tip.hidden = false;
   const at = new DOMPoint(x, y).matrixTransform(svg.getScreenCTM());
   const box = tip.getBoundingClientRect();
-  tip.style.left = `${Math.max(6, Math.min(at.x - box.width / 2, innerWidth - box.width - 6))}px`;
-  tip.style.top = `${at.y - box.height - 12 < 6 ? at.y + 14 : at.y - box.height - 12}px`;
+  const wide = document.documentElement.clientWidth, above = at.y - box.height - 12;
+  tip.style.left = `${scrollX + Math.max(6, Math.min(at.x - box.width / 2, wide - box.width - 6))}px`;
+  tip.style.top = `${scrollY + (above < 6 ? at.y + 14 : above)}px`;
 }
 
 // What can be pointed at in a drawing: positions with their texts, and a mark for the current one.
@@ -42,7 +43,6 @@ const makers = {
   },
   clients: (svg, data, clients) => {
     const dots = svg.querySelector(`[data-dots][data-m="${data.series[0]}"]`);
-    const area = svg.viewBox.baseVal;
     return points(dots).map(([x, y], i) => {
       const client = data.order[i], [train, test, entropy] = clients.about[client];
       const found = data.series.filter((m) => client in clients.served[m]).map((m) => `${clients.names[m]} ${clients.served[m][client].toFixed(1)}`);
@@ -80,7 +80,7 @@ for (const figure of all("figure[data-kind]")) {
       svg.append(mark);
       show(place.text, svg, place.x, place.y);
     };
-    svg.addEventListener("pointermove", (event) => {
+    const follow = (event) => {
       const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
       let best = null, least = Infinity;
       for (const place of visible()) {
@@ -88,8 +88,12 @@ for (const figure of all("figure[data-kind]")) {
         if (far < least) [best, least] = [place, far];
       }
       if (best && (best.cell || least < 25)) point(best); else clear();
-    });
-    svg.addEventListener("pointerleave", clear);
+    };
+    svg.addEventListener("pointermove", follow);
+    // A finger leaves as soon as it is lifted; what it showed stays until it touches something else.
+    svg.addEventListener("pointerdown", follow);
+    svg.addEventListener("pointerleave", (event) => event.pointerType === "touch" || clear());
+    addEventListener("pointerdown", (event) => svg.contains(event.target) || clear());
     plot.tabIndex = 0;
     plot.setAttribute("role", "group");
     plot.setAttribute("aria-label", "Arrow keys go from point to point");
@@ -128,5 +132,4 @@ for (const table of all("table.sortable")) {
   }
 }
 
-addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });
 addEventListener("beforeprint", () => { for (const one of all("details")) one.open = true; });
