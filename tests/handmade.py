@@ -37,6 +37,7 @@ def made(
         compute=Compute(1.0, 0.0),
         seconds=1.5,
         models=ClientModels(Layout(("classifier.weight",), ((2, 2),)), torch.zeros(4)),
+        parameters=4,
         partition="a hash",
         out=out,
     )

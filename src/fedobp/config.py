@@ -235,9 +235,9 @@ def read_config(path: Path) -> dict[str, Any]:
     text, given = read_toml(path, "a run's config.toml")
     check_settings(given, path, [spec.name for spec in fields(Config)])
     if any(line.startswith(_SIDE_BY_SIDE) for line in text.splitlines()):
-        compared = path.absolute().parent.parent / "compare.toml"
-        repeat = f"fedobp compare --config {shlex.quote(str(compared))} repeats"
-        how = repeat if compared.is_file() else "the same sweep would repeat"
+        files = [path.absolute().parent.parent / name for name in ("compare.toml", "sweep.toml")]
+        found = next((file for file in files if file.is_file()), None)
+        how = f"fedobp sweep {shlex.quote(str(found))} repeats" if found else "the same sweep would repeat"
         warnings.warn(
             f"{short(path, 200)} is of a run that trained side by side with others; alone its last bits may differ, "
             f"{how} it",
@@ -262,9 +262,9 @@ def run_name(config: Config) -> str:
     return f"{config.method}-seed{config.seed}"
 
 
-def side_by_side(launch: Sequence[Config]) -> str:
+def side_by_side(launch: Sequence[str]) -> str:
     """Return the comment of a `config.toml` that names the runs of a launch, if there are several."""
-    return f"{_SIDE_BY_SIDE} {', '.join(map(run_name, launch))}\n" if len(launch) > 1 else ""
+    return f"{_SIDE_BY_SIDE} {', '.join(launch)}\n" if len(launch) > 1 else ""
 
 
 def check_setting(spec: Field[Any], value: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from fedobp.algorithms import METHODS, is_declared, method_class, register_method
 from fedobp.callbacks import Callback, check_callbacks
-from fedobp.config import Config
+from fedobp.config import Config, run_name
 from fedobp.data import (
     Dataset,
     FederatedData,
@@ -125,9 +125,10 @@ class Federation:
         name, clients, size = self.config.dataset, self.config.clients, self.model.layout.size
         return f"Federation({name}, {clients:,} clients, {self.model.name} of {size:,} parameters)"
 
-    def plan(self, config: Config, method: Method, out: Path | None = None) -> RunPlan:
+    def plan(self, config: Config, method: Method, out: Path | None = None, name: str = "") -> RunPlan:
         """Return the plan of a run on these clients; `config` is resolved."""
-        return RunPlan(config, method, self.model, self.data, self.partition, out, tuple(notes_of(config, self.source)))
+        notes = tuple(notes_of(config, self.source))
+        return RunPlan(config, method, self.model, self.data, self.partition, out, notes, name or run_name(config))
 
     def run(
         self,

@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -87,6 +88,42 @@ def write_new(path: Path, content: bytes) -> None:
         raise taken(path) from error
     except OSError as error:
         raise unwritable(path, error) from error
+
+
+@contextmanager
+def lock(path: Path) -> Iterator[bool]:
+    """Hold a lock for the block; yields False if another process holds it. A process that dies loses its locks."""
+    if sys.platform == "win32":  # it has no flock
+        yield True
+        return
+    import fcntl
+
+    while True:
+        try:
+            file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise unwritable(path, error) from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            if not _is_file(path, file.fileno()):
+                continue  # who held it has removed the file
+            try:
+                yield True
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_file(path: Path, descriptor: int) -> bool:
+    """Return whether a path still names an open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _temporary_path(path: Path) -> Path:

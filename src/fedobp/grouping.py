@@ -11,6 +11,7 @@ from fedobp.config import Config
 from fedobp.data import PARTITIONERS, Dataset, FederatedData, partitioner
 from fedobp.engine import Engine, Lanes, Serial, caught, dtype_of, memory_of
 from fedobp.errors import FedobpError
+from fedobp.method import Method
 from fedobp.models import Model
 from fedobp.resolution import model_for
 
@@ -60,15 +61,27 @@ def _launch_key(config: Config) -> tuple[object, ...]:
     return samples_key(config), config.model, config.model_options, config.batch_size, machine
 
 
-def group_launches(configs: Sequence[Config], dataset: Callable[[Config], Dataset]) -> list[list[int]]:
-    """Return which runs share a launch: all that can, as many at once as have memory for their clients' state."""
+def group_launches(
+    configs: Sequence[Config],
+    methods: Sequence[Method],
+    dataset: Callable[[Config], Dataset],
+    memory: float | None = None,
+    most: int | None = None,
+) -> list[list[int]]:
+    """Return which runs share a launch: all that can, as many at once as have memory for their clients' state.
+
+    Methods that visit clients in turn are kept apart: their many short steps would hold up all others. `memory` is in
+    bytes, by default that of the configuration; `most` is the most runs in a launch.
+    """
     groups: dict[object, list[int]] = {}
-    for run, config in enumerate(configs):
-        groups.setdefault(_launch_key(config), []).append(run)
+    for run, (config, method) in enumerate(zip(configs, methods, strict=True)):
+        groups.setdefault((_launch_key(config), method.sequential), []).append(run)
     launches = []
     for group in groups.values():
-        most = caught(partial(_runs_at_once, [configs[run] for run in group], dataset(configs[group[0]])))
-        size = 1 if isinstance(most, BaseException) else most  # then each of these runs fails with that error
+        members = [configs[run] for run in group]
+        room = caught(partial(_runs_at_once, members, dataset(members[0]), memory or memory_for(members[0], "store")))
+        size = 1 if isinstance(room, BaseException) else room  # then each of these runs fails with that error
+        size = min(size, most or size)
         launches += [group[at : at + size] for at in range(0, len(group), size)]
     return launches
 
@@ -85,7 +98,7 @@ def check_launches(launches: Sequence[Sequence[int]], configs: Mapping[int, Conf
                 )
 
 
-def _runs_at_once(configs: Sequence[Config], dataset: Dataset) -> int:
+def _runs_at_once(configs: Sequence[Config], dataset: Dataset, memory: float) -> int:
     """Return how many runs have memory for their clients' state at once.
 
     That is up to three vectors a client: its record on the server, its state, and its last model.
@@ -93,4 +106,4 @@ def _runs_at_once(configs: Sequence[Config], dataset: Dataset) -> int:
     config = configs[0]
     vector = model_for(config, dataset).layout.size * dtype_of(config.precision).itemsize
     most = max(one.clients for one in configs)
-    return max(1, int(memory_for(config, "store") / (3 * vector * most)))
+    return max(1, int(memory / (3 * vector * most)))

@@ -58,6 +58,7 @@ class RunPlan(NamedTuple):
     partition: str  # its hash
     out: Path | None = None  # the run's folder
     notes: tuple[str, ...] = ()  # what the run's folder does not hold
+    name: str = ""  # among the runs of its launch
 
 
 class Simulation(NamedTuple):
@@ -72,11 +73,11 @@ def simulate(
     engine: Engine,
     budget: Budget,
     keep_models: bool = True,
-    launch: Sequence[Config] = (),
+    launch: Sequence[tuple[str, Config]] = (),
     callbacks: Sequence[Callback] = (),
 ) -> Simulation:
     """Return a run with its clients, before round 1."""
-    config, method, model, data, partition, out, notes = plan
+    config, method, model, data, partition, out, notes, _ = plan
     theta = model.initial(config.seed).to(data.x.device, data.dtype)
     initial = method.init(model, theta, config.seed)
     keeps = method.keeps_last_model
@@ -107,7 +108,7 @@ class Launch:
     """Runs that train side by side, by position; a run that fails leaves the others alone."""
 
     def __init__(self, plans: Sequence[RunPlan], keep_models: bool, callbacks: Sequence[Callback] = ()) -> None:
-        first, configs = plans[0], [plan.config for plan in plans]
+        first, runs = plans[0], [(plan.name, plan.config) for plan in plans]
         batch = batch_size_for(first.config, [plan.data for plan in plans])
         self._plans, self._callbacks = plans, callbacks
         self.engine = engine_for(first.config, first.model, batch)
@@ -115,7 +116,7 @@ class Launch:
         self.active: dict[int, Simulation] = {}
         budget = Budget(memory_for(first.config, "store"))
         for at, plan in enumerate(plans):
-            if one := self.attempt(at, partial(simulate, plan, self.engine, budget, keep_models, configs, callbacks)):
+            if one := self.attempt(at, partial(simulate, plan, self.engine, budget, keep_models, runs, callbacks)):
                 self.active[at] = one
 
     def attempt(self, at: int, step: Callable[[], T]) -> T | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedobp.config import Config
 from fedobp.errors import short
 from fedobp.evaluation import Accuracy, Metrics, NewClients, Personal, Protocol, metrics_of, metrics_to_json
-from fedobp.storage import ClientModels
+from fedobp.storage import ClientModels, load_state_dict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +52,8 @@ class Result:
     bytes: Traffic
     compute: Compute
     seconds: float
-    models: ClientModels
+    models: ClientModels | None  # None: this result was read from a folder, which may hold them
+    parameters: int  # of one model
     partition: str  # its hash
     out: Path | None
     launch: tuple[Config, ...] = ()  # all runs that trained side by side, in order, this one among them
@@ -72,7 +73,10 @@ class Result:
 
     def state_dict(self, client: int | None = None) -> dict[str, Tensor]:
         """Return a client's final model, or the global one, as an ordinary state dict."""
-        return self.models.state_dict(client)
+        if self.models is not None:
+            return self.models.state_dict(client)
+        assert self.out is not None, "what was read comes from a folder"
+        return load_state_dict(self.out, client)
 
     def __repr__(self) -> str:
         config, found = self.config, self.accuracy
@@ -117,6 +121,7 @@ class Result:
             "bytes": asdict(self.bytes),
             "compute": asdict(self.compute),
             "seconds": self.seconds,
+            "parameters": self.parameters,
             "partition": self.partition,
             "out": str(self.out) if self.out else None,
             "provenance": dict(self.provenance),

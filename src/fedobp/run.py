@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedobp.accounting import Accounting, cost_of
 from fedobp.callbacks import Callback, report_round
-from fedobp.config import Config, run_name, side_by_side
+from fedobp.config import Config, side_by_side
 from fedobp.engine import Budget, ClientJob, Store
 from fedobp.errors import FedobpError
 from fedobp.evaluation import Accuracy, NewClients, Report, ServerView, make_protocol
@@ -48,7 +48,7 @@ class Run:
         partition: str = "",
         metadata: Mapping[str, Any] | None = None,
         keep_models: bool = True,
-        launch: Sequence[Config] = (),
+        launch: Sequence[tuple[str, Config]] = (),
         notes: Sequence[str] = (),
         clients: Sequence[Mapping[str, float]] = (),
         callbacks: Sequence[Callback] = (),
@@ -61,11 +61,12 @@ class Run:
         self._models: ClientModels | None = None  # those of the last round
         self._partition, self._metadata = partition, metadata or {}
         self._keep_models = keep_models or (out is not None and config.save_models == "all")
-        self._launch, self._callbacks = launch, callbacks  # `launch`: all runs that train side by side, in order
+        self._launch, self._callbacks = launch, callbacks  # `launch`: all runs that train side by side, by name
         self._notes = tuple(notes)  # what its folder does not hold
         self._clients, self._engine_note = clients, provenance  # `clients`: sizes and label entropy
         # Last: a run that starts has a folder.
-        self._folder = _open_folder(out, config, partition, launch, notes, provenance) if out else None
+        names = [name for name, _ in launch]
+        self._folder = _open_folder(out, config, partition, names, notes, provenance) if out else None
 
     def plan(self, number: int) -> list[ClientJob]:
         """Return the jobs of a round, without downloads: a pure function of the round.
@@ -192,9 +193,10 @@ class Run:
             compute=Compute(accounting.processed / max(1, accounting.samples), reports[-1].passes),
             seconds=self.seconds,
             models=models,
+            parameters=self.model.layout.size,
             partition=self._partition,
             out=folder.path if folder else None,
-            launch=tuple(self._launch),
+            launch=tuple(one for _, one in self._launch),
             labels=tuple(self._metadata.get("labels", ())),
             notes=self._notes,
             clients=tuple(self._client_rows(chosen, reported)),
@@ -203,7 +205,7 @@ class Run:
         if folder:
             if config.save_models != "none":
                 models.save(folder.path / "models", clients=config.save_models == "all", about=self._metadata)
-            beside = {"launch": [config.changed(other) for other in self._launch]} if len(self._launch) > 1 else {}
+            beside = {"launch": [config.changed(other) for _, other in self._launch]} if len(self._launch) > 1 else {}
             folder.finish({**result.to_json(), **beside}, result.clients)
         return result
 
@@ -235,12 +237,12 @@ class Run:
             "precision": config.precision,
             "engine": ", ".join(filter(None, (config.engine, self._engine_note))),
             "threads": torch.get_num_threads(),
-            "beside": [run_name(one) for one in self._launch],
+            "beside": [name for name, _ in self._launch],
         }
 
 
 def _open_folder(
-    out: Path, config: Config, partition: str, launch: Sequence[Config], notes: Sequence[str], provenance: str
+    out: Path, config: Config, partition: str, launch: Sequence[str], notes: Sequence[str], provenance: str
 ) -> RunFolder:
     """Take a folder for a run, and write what runs there."""
     said = "".join(f"# {note}\n" for note in notes)

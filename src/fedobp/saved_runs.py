@@ -3,14 +3,16 @@
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fedobp.config import Config, read_config
 from fedobp.csv_rows import read_rows
 from fedobp.errors import FedobpError, short
+from fedobp.evaluation import Accuracy, Confusion, Metric, Metrics, NewClients, Personal, make_protocol
 from fedobp.files import regular
+from fedobp.result import Compute, Result, Traffic
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,70 @@ class SavedRun:
         """Return the rows of `clients.csv`, None where a cell is empty; [] if there is no such file."""
         return read_rows(self.folder / "clients.csv") if (self.folder / "clients.csv").exists() else []
 
+    def to_result(self) -> Result:
+        """Return the result as the run returned it, except that models stay in the folder."""
+        config, found = self.config, self.result
+        metrics: Mapping[str, Any] = found.get("metrics", {})
+        new, clients = found.get("new_clients"), self.clients()
+
+        def column(name: str, key: str) -> Accuracy | None:
+            per_client = tuple(row.get(name) for row in clients)
+            return _accuracy(found[key], metrics.get(name), per_client) if found.get(key) else None
+
+        try:
+            return Result(
+                config=config,
+                protocol=make_protocol(config.protocol, config.rounds),
+                accuracy=cast(Accuracy, column("served", "accuracy")),
+                last=cast(Accuracy, column("last", "last")),
+                finetuned=column("finetuned", "finetuned"),
+                validation=_accuracy(found["validation"], metrics.get("validation")) if "validation" in found else None,
+                new_clients=NewClients(
+                    **{name: _accuracy(new[name], metrics.get(f"new_clients_{name}")) for name in new}
+                )
+                if new
+                else None,
+                history=self.history,
+                personal=Personal(**found["personal"]),
+                bytes=Traffic(**found["bytes"]),
+                compute=Compute(**found["compute"]),
+                seconds=found["seconds"],
+                models=None,
+                parameters=found["parameters"],
+                partition=found["partition"],
+                out=self.folder,
+                launch=tuple(replace(config, **other) for other in found.get("launch", [{}])),
+                labels=tuple(found.get("labels", ())),
+                notes=tuple(found.get("notes", ())),
+                clients=tuple(clients),
+                provenance=found["provenance"],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise _no_result(self.folder / "result.json") from error
+
+
+def _accuracy(
+    values: Mapping[str, float], metrics: Mapping[str, Any] | None, per_client: tuple[float | None, ...] = ()
+) -> Accuracy:
+    read = {name: _metric(name, found) for name, found in (metrics or {}).items()}
+    return Accuracy(**values, metrics=cast(Metrics, read), per_client=per_client)
+
+
+def _metric(name: str, found: Mapping[str, Any]) -> Metric | Confusion:
+    kind = Confusion if name == "confusion" else Metric
+    return kind(**{**found, "per_client": tuple(found["per_client"])})
+
+
+def _no_result(path: Path) -> FedobpError:
+    return FedobpError(f"{short(path, 200)} is not the result of a run of this version: run it again")
+
 
 def read_run(folder: Path) -> SavedRun:
     """Read a finished run."""
     result = _parsed(folder / "result.json", json.loads)
     wanted = {"method": str, "accuracy": dict, "history": list, "personal": dict, "bytes": dict, "compute": dict}
     if not isinstance(result, dict) or not all(isinstance(result.get(name), kind) for name, kind in wanted.items()):
-        raise FedobpError(f"{short(folder / 'result.json', 200)} is not the result of a run: give the folder of a run")
+        raise _no_result(folder / "result.json")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it trained side by side with others matters to who repeats it
         return SavedRun(folder, Config(**read_config(folder / "config.toml")), result)

@@ -59,6 +59,7 @@ class SweepPlan:
     launches: Sequence[Sequence[int]]
     failures: Mapping[int, BaseException]
     datasets: Mapping[tuple[object, ...], Dataset] = field(repr=False)
+    names: Sequence[str] = ()  # of the runs in `asked`, where they have some
 
     def failed(self) -> list[Failure]:
         """Return the runs that cannot start."""
@@ -70,38 +71,52 @@ class SweepPlan:
 
     def without_failures(self) -> "SweepPlan":
         """Return the plan of the runs that can start, renumbered."""
-        place = {run: at for at, run in enumerate(self.configs)}
-        configs = {place[run]: config for run, config in self.configs.items()}
-        methods = {place[run]: method for run, method in self.methods.items()}
-        launches = [[place[run] for run in launch] for launch in self.launches]
-        return SweepPlan(list(configs.values()), configs, methods, launches, {}, self.datasets)
+        return self.only(list(self.configs))
+
+    def only(self, runs: Sequence[int]) -> "SweepPlan":
+        """Return the plan of some runs that can start, in that order, renumbered; they stay in their launches."""
+        place = {run: at for at, run in enumerate(runs)}
+        configs, methods = [self.configs[run] for run in runs], [self.methods[run] for run in runs]
+        names = [self.names[run] for run in runs] if self.names else ()
+        launches = [[place[run] for run in launch if run in place] for launch in self.launches]
+        chosen = [launch for launch in launches if launch]
+        return SweepPlan(configs, dict(enumerate(configs)), dict(enumerate(methods)), chosen, {}, self.datasets, names)
 
 
 def plan_sweep(
-    configs: Iterable[Config], launches: Sequence[Sequence[int]] | None = None, dataset: Dataset | None = None
+    configs: Iterable[Config],
+    launches: Sequence[Sequence[int]] | None = None,
+    dataset: Dataset | None = None,
+    *,
+    names: Sequence[str] = (),
+    datasets: Mapping[tuple[object, ...], Dataset] | None = None,
+    memory: float | None = None,
+    most: int | None = None,
 ) -> SweepPlan:
     """Read the datasets of a sweep, each once, and resolve its runs.
 
-    `dataset` is that of the first run, if it is read already; one in memory is that of all runs.
+    `dataset` is that of the first run, if it is read already; one in memory is that of all runs. `datasets` are others
+    that are read already.
 
-    `launches` says which runs share a launch, by their positions in `configs`; otherwise all do that can.
+    `launches` says which runs share a launch, by their positions in `configs`; otherwise all do that can, at most
+    `most`, as many as fit into `memory` bytes.
     """
     if isinstance(configs, Config):
         raise FedobpError("`configs` must be a list of configurations: write sweep([config])")
     given = dataset if isinstance(dataset, Dataset) and not dataset.in_memory else None
     asked = [with_dataset(config, None if given else dataset) for config in configs]
-    datasets: dict[tuple[object, ...], Dataset | BaseException] = {}
+    opened: dict[tuple[object, ...], Dataset | BaseException] = {**(datasets or {})}
     if dataset is not None and asked:
-        datasets |= {source_key(config): dataset for config in (asked if dataset.in_memory else asked[:1])}
+        opened |= {source_key(config): dataset for config in (asked if dataset.in_memory else asked[:1])}
     resolved: dict[int, Config] = {}
     methods: dict[int, Method] = {}
     failures: dict[int, BaseException] = {}
 
     def attempt(config: Config) -> tuple[Config, Method]:
         check_names(config)
-        if source_key(config) not in datasets:
-            datasets[source_key(config)] = caught(partial(read, config))
-        dataset = datasets[source_key(config)]
+        if source_key(config) not in opened:
+            opened[source_key(config)] = caught(partial(read, config))
+        dataset = opened[source_key(config)]
         if isinstance(dataset, BaseException):
             raise dataset
         return resolve(config, dataset)
@@ -112,10 +127,11 @@ def plan_sweep(
             failures[run] = found
         else:
             resolved[run], methods[run] = found
-    usable = {key: dataset for key, dataset in datasets.items() if not isinstance(dataset, BaseException)}
+    usable = {key: dataset for key, dataset in opened.items() if not isinstance(dataset, BaseException)}
     places, complete = list(resolved), list(resolved.values())
     if launches is None:
-        groups = group_launches(complete, lambda config: usable[source_key(config)])
+        chosen = list(methods.values())
+        groups = group_launches(complete, chosen, lambda config: usable[source_key(config)], memory, most)
         found_launches = [[places[run] for run in group] for group in groups]
     else:
         if sorted(run for launch in launches for run in launch) != list(range(len(asked))):
@@ -123,14 +139,14 @@ def plan_sweep(
         startable = [[run for run in launch if run in resolved] for launch in launches]
         found_launches = [launch for launch in startable if launch]
         check_launches(found_launches, resolved)
-    return SweepPlan(asked, resolved, methods, found_launches, failures, usable)
+    return SweepPlan(asked, resolved, methods, found_launches, failures, usable, names)
 
 
 @overload
 def sweep(
     configs: "Iterable[Config] | SweepPlan",
     *,
-    out: Sequence[str | Path] | None = None,
+    out: Sequence[str | Path | None] | None = None,
     progress: Callable[[Progress], None] | None = None,
     callbacks: Sequence[Callback] = (),
     keep_models: bool = True,
@@ -142,7 +158,7 @@ def sweep(
 def sweep(
     configs: "Iterable[Config] | SweepPlan",
     *,
-    out: Sequence[str | Path] | None = None,
+    out: Sequence[str | Path | None] | None = None,
     progress: Callable[[Progress], None] | None = None,
     callbacks: Sequence[Callback] = (),
     keep_models: bool = True,
@@ -153,7 +169,7 @@ def sweep(
 def sweep(
     configs: "Iterable[Config] | SweepPlan",
     *,
-    out: Sequence[str | Path] | None = None,
+    out: Sequence[str | Path | None] | None = None,
     progress: Callable[[Progress], None] | None = None,
     callbacks: Sequence[Callback] = (),
     keep_models: bool = True,
@@ -164,7 +180,8 @@ def sweep(
     """Run many configurations, as many as possible at once, and return their results in the same order.
 
     Runs that share dataset, model, batch size and machine settings share a launch: their clients train side by side,
-    whatever their seeds, partitions, methods and numbers. With `out`, each run is written to a folder of its own.
+    whatever their seeds, partitions, methods and numbers. With `out`, each run is written to a folder of its own; None
+    writes nothing.
     Without `keep_models`, results hold the global model only, and not every client's. `launches` says which runs share
     a launch, by their positions in `configs`. A `dataset` in memory is that of all runs. `callbacks` are called by all
     runs, which their configurations tell apart. A run that fails does not end the others: when they have finished,
@@ -188,7 +205,8 @@ def sweep(
                 errors[run] = made
             else:
                 federation = made
-                plans[run] = made.plan(config, plan.methods[run], folders[run] if folders else None)
+                name = plan.names[run] if plan.names else ""
+                plans[run] = made.plan(config, plan.methods[run], folders[run] if folders else None, name)
 
         def report(at: Progress, runs: Sequence[int] = tuple(plans)) -> None:
             if progress:
@@ -200,7 +218,8 @@ def sweep(
                 errors[run] = result
             else:
                 # Whole personal models of every run would fill the memory.
-                results[run] = result if keep_models else replace(result, models=result.models.without_clients())
+                models = result.models if keep_models or result.models is None else result.models.without_clients()
+                results[run] = replace(result, models=models)
     failed = _failed(plan, errors)
     if failures == "return":
         in_place = dict(zip(sorted(errors), failed, strict=True))
@@ -231,11 +250,12 @@ def _sentence(error: BaseException) -> str:
     return f"{described(error)} ({frame.f_code.co_filename}:{line})"
 
 
-def _folders(out: Sequence[str | Path], runs: int) -> list[Path]:
+def _folders(out: Sequence[str | Path | None], runs: int) -> list[Path | None]:
     """Return the folders of a sweep's runs, each of its own and free, or say what is wrong with them."""
     if isinstance(out, str | Path) or len(out) != runs:
         raise FedobpError(f"`out` must name a folder for each of the {runs} runs")
-    folders = [folder_path(one) for one in out]
-    if len(set(folders)) < runs:
+    folders = [None if one is None else folder_path(one) for one in out]
+    named = [folder for folder in folders if folder]
+    if len(set(named)) < len(named):
         raise FedobpError("`out` names a folder twice: give each run one of its own")
-    return [claim(folder) for folder in folders]
+    return [folder and claim(folder) for folder in folders]

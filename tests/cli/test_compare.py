@@ -10,13 +10,15 @@ from fedobp import FedobpError
 from fedobp.algorithms import METHODS
 from fedobp.algorithms.fedavg import FedAvg
 
+TABLES = ("results.csv", "history.csv")
+
 
 def test_compare_prints_one_table_and_writes_every_run(command):
     said = command("compare", *TINY, "--methods", "fedobp,fedavg,local", "--seeds", 2, "--out", "here")
     assert said.code == 0
     assert all(name in said.out for name in ("fedobp", "fedavg", "local", "client mean", "seconds", "Run folder: here"))
     assert "±" in said.out
-    assert {path.name for path in Path("here").iterdir()} == {"compare.json", "compare.toml"} | {
+    assert {path.name for path in Path("here").iterdir()} == {"compare.json", "compare.toml", *TABLES} | {
         f"{method}-seed{seed}" for method in ("fedobp", "fedavg", "local") for seed in (42, 43)
     }
 
@@ -103,24 +105,29 @@ def test_an_option_that_is_wrong_for_one_method_fails_its_runs_alone(command):
 
 def test_failures_of_a_repeated_comparison_are_in_the_order_of_its_runs(command):
     Path("compare.toml").write_text(
-        """version = 1
-launches = [["fedprox-seed1", "local-seed4294967296", "fedavg-seed1"], ["fedprox-seed2"]]
+        """launches = [["fedprox-seed1", "local-seed4294967296", "fedavg-seed1"], ["fedprox-seed2"]]
 [settings]
 clients = 5
 rounds = 1
 model = "mlp"
-[methods.fedprox]
-mu = -1
-[methods.local]
-[methods.fedavg]
+[[runs]]
+method = "fedprox"
+seed = [1, 2]
+options.mu = -1
+[[runs]]
+method = "local"
+seed = 4294967296
+[[runs]]
+method = "fedavg"
+seed = 1
 """
     )
     said = command("compare", "--config", "compare.toml", "--json")
     assert [run["method"] for run in said.json["runs"]] == ["fedavg"]
     assert [(one["method"], one["seed"]) for one in said.json["failed"]] == [
         ("fedprox", 1),
-        ("local", 2**32),
         ("fedprox", 2),
+        ("local", 2**32),
     ]
 
 

@@ -22,7 +22,7 @@ def test_run_json_has_exactly_the_documented_shape(command):
     run = said.json
     assert set(run) == {
         "method", "dataset", "seed", "rounds", "protocol", "accuracy", "last", "finetuned", "history",
-        "personal", "bytes", "compute", "seconds", "partition", "out", "provenance",
+        "personal", "bytes", "compute", "seconds", "parameters", "partition", "out", "provenance",
     }  # fmt: skip
     assert (run["method"], run["dataset"], run["seed"], run["rounds"]) == ("fedobp", "digits", 42, 2)
     assert set(run["accuracy"]) == set(run["last"]) == set(run["finetuned"]) == ACCURACY

@@ -39,8 +39,8 @@ def task_progress() -> Iterator[Callable[[str, float], None]]:
 
 
 @contextmanager
-def round_progress(runs: int, rounds: int) -> Iterator[Callable[[str, "Progress"], None]]:
-    """Show a bar of rounds on stderr; the function it yields takes a label and a run's progress."""
+def round_progress(runs: int) -> Iterator[Callable[[str, "Progress"], None]]:
+    """Show a bar of all runs' rounds on stderr; the function it yields takes a label and a run's progress."""
     if _bars_disabled():
         yield lambda label, at: None
         return
@@ -56,13 +56,14 @@ def round_progress(runs: int, rounds: int) -> Iterator[Callable[[str, "Progress"
         bars.TimeRemainingColumn(elapsed_when_finished=True),
     )
     with bars.Progress(*columns, console=Console(stderr=True)) as shown:
-        task = shown.add_task("starting", total=runs * rounds, round=0, rounds=rounds, accuracy="", speed="")
+        task = shown.add_task("starting", total=None, round=0, rounds="?", accuracy="", speed="")
 
         def advance(label: str, at: "Progress") -> None:
             speed = shown.tasks[0].speed
             shown.update(
                 task,
                 advance=1,
+                total=runs * at.rounds,
                 description=label,
                 round=at.round,
                 rounds=at.rounds,

@@ -70,7 +70,7 @@ def run(
         federation = Federation.resolved(dataset, resolved, method)
     folder = out or new_run_folder(f"{resolved.method}-{resolved.dataset}-seed{resolved.seed}")
     try:
-        with round_progress(1, resolved.rounds) as advance, redirect_stdout(sys.stderr):  # what plugins print
+        with round_progress(1) as advance, redirect_stdout(sys.stderr):  # what plugins print
             callbacks = [tracker(folder / tracker.subfolder) for tracker in trackers]
             result = federation.run(out=folder, progress=partial(advance, resolved.method), callbacks=callbacks)
     finally:

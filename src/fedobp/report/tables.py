@@ -53,7 +53,7 @@ def run_table(result: "Result") -> ResultTable:
             table.add_row(name, *(f"{value:.2f}" for value in values))
     down, up = format_bytes(result.bytes.down_per_round), format_bytes(result.bytes.up_per_round)
     cost = (
-        f"Personal parameters per client: {result.personal.mean:,.0f} of {result.models.size:,}. Traffic per round: "
+        f"Personal parameters per client: {result.personal.mean:,.0f} of {result.parameters:,}. Traffic per round: "
         f"{down} down, {up} up. {result.seconds:.1f} s."
     )
     table.notes = [_protocol_note([result]), *_majority_note([result]), *_new_clients_note([result]), cost]
@@ -122,7 +122,7 @@ def compare_table(results: "Sequence[Result]") -> ResultTable:
             format_bytes(statistics.fmean(run.bytes.up_per_round for run in runs)),
             f"{statistics.fmean(run.seconds for run in runs):.1f}",
         )
-    sizes = " or ".join(f"{size:,}" for size in sorted({run.models.size for run in results}))
+    sizes = " or ".join(f"{size:,}" for size in sorted({run.parameters for run in results}))
     side_by_side = any(len(run.launch) > 1 for run in results)
     table.notes = [
         f"{_protocol_note(results)} {_seeds_note(results, any(len(runs) > 1 for runs in groups.values()))}",
@@ -182,7 +182,7 @@ def bench_table(found: Mapping[str, Any]) -> RenderableType:
             f"{row['share_of_peak']:.0%}",
             f"{row['seconds_per_round']:.2f}",
             f"{row['speedup']:.2f}x",
-            _format_duration(row["seconds_per_run"]),
+            format_duration(row["seconds_per_run"]),
         )
     spread = f"Dirichlet({found['alpha']:g})" if found["partition"] == "dirichlet" else found["partition"].upper()
     threads = f"{found['threads']} CPU thread" + "s" * (found["threads"] > 1)
@@ -203,7 +203,8 @@ def bench_table(found: Mapping[str, Any]) -> RenderableType:
     return Group(table, *map(Text, lines))
 
 
-def _format_duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
+    """Return a time in seconds, minutes or hours."""
     if seconds < 100:
         return f"{seconds:.1f} s"
     minutes = round(seconds / 60)

@@ -8,6 +8,7 @@ they are in a file of their own, `timings.jsonl`. `result.json` is what `fedobp 
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -23,8 +24,8 @@ from fedobp.csv_rows import write_rows
 from fedobp.files import taken, unwritable, write_json, write_new
 
 _RUN_FILES = (
-    "config.toml", "compare.toml", "metrics.jsonl", "timings.jsonl", "clients.csv", "result.json", "compare.json",
-    "models",
+    "config.toml", "compare.toml", "sweep.toml", "metrics.jsonl", "timings.jsonl", "clients.csv", "result.json",
+    "failed.json", "compare.json", "sweep.json", "models",
 )  # fmt: skip
 
 
@@ -55,10 +56,21 @@ def release(folder: Path, name: str, runs: Iterable[str], created: bool) -> bool
     if any((one / "config.toml").exists() for one in folders):
         return False
     (folder / name).unlink(missing_ok=True)
+    for one in folders:
+        (one / "failed.json").unlink(missing_ok=True)
     for path in (*folders, folder) if created else folders:
         with suppress(OSError):  # it does not exist, or is not empty
             path.rmdir()
     return True
+
+
+def clear(folder: Path) -> None:
+    """Remove the files of a run that did not finish."""
+    for path in [*(folder / name for name in _RUN_FILES), *folder.glob(".*.part")]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _run_files(folder: Path) -> list[Path]:

@@ -1,0 +1,170 @@
+"""Sweep files: the runs of a sweep or a comparison, and which of them share a launch.
+
+A user writes a grid: lists in `[settings]` and `[methods.NAME]` stand for every combination, and `[[runs]]` adds single
+runs. A sweep's folder holds the same format with every run resolved, and `launches`: the last bits of a run depend on
+the runs in its launch, so repeating a sweep byte for byte needs them.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from fedobp._version import __version__
+from fedobp.algorithms import names
+from fedobp.config import TABLES, Config, check_settings, settings
+from fedobp.errors import FedobpError, short, unknown
+from fedobp.toml import read_toml, toml_key, toml_value
+
+MOST_RUNS = 10_000
+_VERSION = 2
+_LONGEST_NAME = 150  # of a run: it becomes a folder
+_KIND = "a sweep file, such as the compare.toml of a comparison"
+
+
+@dataclass(frozen=True)
+class SweepFile:
+    """The settings of each run by its name; `Config` checks the values. A file of a user has no launches."""
+
+    runs: Mapping[str, Mapping[str, Any]]
+    launches: Sequence[Sequence[str]] | None = None
+    memory: float | None = None  # GiB for clients' state, by which the launches were planned
+
+
+def to_toml(configs: Mapping[str, Config], launches: Sequence[Sequence[str]], memory: float) -> str:
+    """Return the runs of a sweep as TOML, which `read_sweep_file` reads back."""
+    flat = {name: _flat(config) for name, config in configs.items()}
+    first = next(iter(flat.values()))
+    common = {key: value for key, value in first.items() if all(one.get(key, _flat) == value for one in flat.values())}
+    lines = [f"version = {_VERSION}", "", "# GiB for clients' state, by which the launches were planned."]
+    lines += [f"memory = {memory!r}", "", "# Runs that train side by side, launch by launch.", "launches = ["]
+    lines += [f"    [{', '.join(map(toml_value, launch))}]," for launch in launches]
+    lines += ["]", "", "[settings]", *_dotted(common)]
+    for name, one in flat.items():
+        own = {key: value for key, value in one.items() if key not in common}
+        lines += ["", "[[runs]]", f"name = {toml_value(name)}", *_dotted(own)]
+    return "\n".join(lines) + "\n"
+
+
+def _flat(config: Config) -> dict[tuple[str, ...], Any]:
+    """Return settings by key; an option's key is that of its table, too."""
+    flat: dict[tuple[str, ...], Any] = {(spec.name,): getattr(config, spec.name) for spec in settings()}
+    flat |= {(table, name): value for table in TABLES for name, value in getattr(config, table).items()}
+    return {key: value for key, value in flat.items() if value is not None}
+
+
+def _dotted(values: Mapping[tuple[str, ...], Any]) -> list[str]:
+    return [f"{'.'.join(map(toml_key, key))} = {toml_value(value)}" for key, value in values.items()]
+
+
+def read_sweep_file(path: Path) -> SweepFile:
+    """Read a sweep file."""
+    _, given = read_toml(path, _KIND)
+    where, keys = short(path, 200), ("version", "memory", "launches", "settings", "methods", "runs")
+    version = given.get("version", _VERSION)
+    if not isinstance(version, int) or isinstance(version, bool) or version < _VERSION:
+        raise FedobpError(f"{where} is of an older version of fedobp, which this one cannot read: start it anew")
+    if version > _VERSION:
+        raise FedobpError(
+            f"{where} is of version {version}, and fedobp {__version__} reads version {_VERSION}: use a newer fedobp"
+        )
+    for name in given:
+        if name not in keys:
+            raise unknown(f"key in {where}", name, keys)
+    memory = given.get("memory")
+    if memory is not None and (not isinstance(memory, int | float) or isinstance(memory, bool) or not memory > 0):
+        raise FedobpError(f"`memory` in {where} must be a number of GiB, not '{short(memory)}'")
+    runs = expand(given, path)
+    return SweepFile(runs, _launches(given["launches"], runs, where) if "launches" in given else None, memory)
+
+
+def expand(given: Mapping[str, Any], path: Path) -> dict[str, dict[str, Any]]:
+    """Return the settings of every run by name: all combinations of the lists; `path` is for errors."""
+    where, known = short(path, 200), [spec.name for spec in fields(Config)]
+    common, methods, single = given.get("settings", {}), given.get("methods", {}), given.get("runs", [])
+    if not isinstance(common, dict):
+        raise FedobpError(f"`settings` in {where} must be a table: write [settings]")
+    if not isinstance(methods, dict) or not all(isinstance(options, dict) for options in methods.values()):
+        raise FedobpError(f"`methods` in {where} must hold a table of options for each method: write [methods.NAME]")
+    if not isinstance(single, list) or not all(isinstance(one, dict) for one in single):
+        raise FedobpError(f"`runs` in {where} must be tables of settings: write [[runs]]")
+    if "method" in common and methods:
+        raise FedobpError(f"{where} names methods in [settings] and in [methods]: leave out one of them")
+    for name in methods:
+        if name not in names():
+            raise unknown(f"method in {where}", name, names())
+    for table in (common, *single):
+        check_settings(table, path, [*known, "name"] if table is not common else known)
+    templates = [{"method": name, "options": options} for name, options in methods.items()] + single
+    runs: dict[str, dict[str, Any]] = {}
+    for outer, outer_name in _combinations(common):
+        for template in templates or [{}]:
+            for inner, inner_name in _combinations({key: value for key, value in template.items() if key != "name"}):
+                tables = {table: {**outer.get(table, {}), **inner.get(table, {})} for table in TABLES}
+                run = {**outer, **inner, **{table: options for table, options in tables.items() if options}}
+                made = _name(run, {**inner_name, **outer_name}) if "name" not in template else template["name"]
+                _add(runs, made, run, where)
+    return runs
+
+
+def _combinations(table: Mapping[str, Any]) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield every combination of a table's lists, as settings, and the listed values that it has by name."""
+    flat: dict[tuple[str, ...], Any] = {(key,): value for key, value in table.items() if key not in TABLES}
+    flat |= {(name, key): value for name in TABLES for key, value in table.get(name, {}).items()}
+    lists = {key: value for key, value in flat.items() if isinstance(value, list)}
+    for values in product(*lists.values()):
+        chosen = {**flat, **dict(zip(lists, values, strict=True))}
+        made: dict[str, Any] = {key[0]: value for key, value in chosen.items() if len(key) == 1}
+        for name in TABLES:
+            if name in table:
+                made[name] = {key[1]: value for key, value in chosen.items() if key[0] == name and len(key) > 1}
+        yield made, {key[-1]: chosen[key] for key in lists}
+
+
+def _name(run: Mapping[str, Any], varied: Mapping[str, Any]) -> str:
+    """Return a run's name: the method, what its lists have chosen, and the seed."""
+    parts = [f"{key}{value}" for key, value in varied.items() if key not in ("method", "seed")]
+    text = "-".join([str(run.get("method", Config.method)), *parts, f"seed{run.get('seed', Config.seed)}"])
+    return re.sub(r"[^A-Za-z0-9._+-]", "_", text)
+
+
+def _add(runs: dict[str, dict[str, Any]], name: Any, run: dict[str, Any], where: str) -> None:
+    check_name(name, where)
+    if name in runs:
+        raise FedobpError(f"{where} has two runs that are called {name}: give each [[runs]] a `name`")
+    if len(runs) == MOST_RUNS:
+        raise FedobpError(f"{where} has more than {MOST_RUNS:,} runs: use several sweeps")
+    runs[name] = run
+
+
+def check_name(name: Any, where: str) -> None:
+    """Refuse a run's name that can be no folder."""
+    if (
+        not isinstance(name, str)
+        or not re.fullmatch(r"[A-Za-z0-9_+][A-Za-z0-9._+-]*", name)
+        or len(name) > _LONGEST_NAME
+    ):
+        raise FedobpError(
+            f"'{short(name)}' in {where} is no name of a run: use letters, digits and . _ + -, at most {_LONGEST_NAME}"
+        )
+
+
+def _launches(given: object, runs: Mapping[str, Any], where: str) -> list[list[str]]:
+    if not isinstance(given, list) or not all(isinstance(launch, list) and launch for launch in given):
+        raise FedobpError(
+            f"`launches` in {where} must be a list of launches, each a list of runs such as fedavg-seed42"
+        )
+    seen: set[str] = set()
+    for run in (run for launch in given for run in launch):
+        if not isinstance(run, str) or run not in runs:
+            raise FedobpError(
+                f"`launches` in {where} names '{short(run)}', which is none of its runs: add it to [[runs]]"
+            )
+        if run in seen:
+            raise FedobpError(f"`launches` in {where} names {run} twice: a run belongs to one launch")
+        seen.add(run)
+    if missing := [name for name in runs if name not in seen]:
+        raise FedobpError(f"no launch in {where} has the run {missing[0]}: add it to one, or leave out `launches`")
+    return given

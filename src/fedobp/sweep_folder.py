@@ -1,0 +1,413 @@
+"""A sweep in a folder: planned once, trained launch by launch, and continued after an interruption.
+
+The plan (`sweep.toml`, of a comparison `compare.toml`) holds every run and the launches. A run's last bits depend on
+its launch, so launches are never regrouped: what is finished is skipped, a launch with an unfinished run is trained
+again whole, and runs that are added later get launches of their own. Several processes may work in one folder: a
+launch that another one is training is left to it.
+"""
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from fedobp.callbacks import Callback
+from fedobp.config import TABLES, Config
+from fedobp.csv_rows import write_rows
+from fedobp.data import Dataset
+from fedobp.errors import FedobpError, short
+from fedobp.federation import source_key
+from fedobp.files import lock, unwritable, write, write_json
+from fedobp.grouping import memory_for
+from fedobp.launch import Progress
+from fedobp.plugins import label
+from fedobp.report.tidy import history_rows, tidy_rows
+from fedobp.result import Failure, Result
+from fedobp.saved_runs import SavedRun, read_run
+from fedobp.storage import claim, clear, provenance, release
+from fedobp.sweep_file import read_sweep_file, to_toml
+from fedobp.sweeps import SweepPlan, plan_sweep, sweep
+
+GIB = 2**30
+PLAN_FILES = ("sweep.toml", "compare.toml")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What has become of the runs of a sweep, by name."""
+
+    runs: dict[str, SavedRun] = field(default_factory=dict)  # finished
+    failed: dict[str, Failure] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)  # not done: out of time, another shard's, or another process'
+    bug: BaseException | None = None  # the first failure that is no user error
+
+
+class _OutOfTime(Exception):
+    """A launch would not end in time."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part `index` of `count` (from 1) of a sweep's launches."""
+
+    index: int = 1
+    count: int = 1
+
+    def has(self, launch: int) -> bool:
+        """Say whether a launch belongs to this part."""
+        return launch % self.count == self.index - 1
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The recorded plan of a sweep, with its runs resolved."""
+
+    file: Path
+    configs: Mapping[str, Config]
+    launches: Sequence[Sequence[str]]
+    memory: float  # GiB
+    datasets: Mapping[tuple[object, ...], Dataset] = field(default_factory=dict, repr=False, compare=False)  # opened
+
+    @property
+    def folder(self) -> Path:
+        """The folder that holds the runs."""
+        return self.file.parent
+
+    def path(self, name: str) -> Path:
+        """Return the folder of a run."""
+        return self.folder / name
+
+    def is_done(self, name: str) -> bool:
+        """Say whether a run has finished or failed."""
+        return any((self.path(name) / file).exists() for file in ("result.json", "failed.json"))
+
+    def to_toml(self) -> str:
+        """Return the plan's file, with a head."""
+        return f"# Repeat with: fedobp sweep {self.file.name}\n{provenance()}" + to_toml(
+            self.configs, self.launches, self.memory
+        )
+
+    def record(self) -> None:
+        """Write the plan into its folder; of several processes that begin a sweep, one does."""
+        text = self.to_toml()
+        if not self.file.exists():
+            try:
+                claim(self.folder, self.file.name, text)
+            except FedobpError:
+                if not self.file.exists():  # the folder holds something else
+                    raise
+        if _without_comments(self.file.read_text(encoding="utf-8")) != _without_comments(text):
+            if not self.extends(_read_plan(self.file)):
+                raise FedobpError(
+                    f"another process has planned {short(self.file, 200)} otherwise: give both the same runs and "
+                    "--store-memory, or each an --out of its own"
+                )
+            write(self.file, text.encode())
+
+    def extends(self, other: "Sweep") -> bool:
+        """Say whether this plan has all of another one, with its launches first."""
+        same = all(self.configs.get(name) == config for name, config in other.configs.items())
+        return same and list(self.launches[: len(other.launches)]) == list(other.launches)
+
+    def part(self, names: Iterable[str], shard: Shard = Shard()) -> list[Sequence[str]]:
+        """Return the launches of a shard that have any of these runs."""
+        asked = set(names)
+        return [launch for at, launch in enumerate(self.launches) if shard.has(at) and not asked.isdisjoint(launch)]
+
+    def outcome(self, names: Sequence[str], others: Mapping[str, Failure], bug: BaseException | None = None) -> Outcome:
+        """Return what has become of some runs; `others` are failures of runs that are not in the plan."""
+        runs, failed, missing = {}, dict[str, Failure](), []
+        for name in names:
+            if name in others:
+                failed[name] = others[name]
+            elif name not in self.configs:
+                missing.append(name)
+            elif (self.path(name) / "result.json").exists():
+                runs[name] = read_run(self.path(name))
+            elif (self.path(name) / "failed.json").exists():
+                failed[name] = _read_failure(self.path(name) / "failed.json", self.configs[name])
+            else:
+                missing.append(name)
+        return Outcome(runs, failed, missing, bug)
+
+
+Train = Callable[..., Outcome]  # `train_launches`, or what does the same elsewhere
+
+
+def write_tables(folder: Path, runs: Iterable[SavedRun]) -> None:
+    """Write the results of all runs as tidy files."""
+    runs = list(runs)
+    write_rows(folder / "results.csv", [row for run in runs for row in tidy_rows(run)])
+    write_rows(folder / "history.csv", [row for run in runs for row in history_rows(run)])
+
+
+def resume_sweep(
+    folder: Path,
+    runs: Mapping[str, Config],
+    *,
+    file: str = "sweep.toml",
+    launches: Sequence[Sequence[str]] | None = None,
+    minutes: float | None = None,
+    most: int | None = None,
+    shard: Shard = Shard(),
+    dataset: Dataset | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    callbacks: Sequence[Callback] = (),
+    train: Train | None = None,
+) -> Outcome:
+    """Train the runs that a folder does not hold yet, and return all of them.
+
+    `launches` says which of them share a launch; otherwise all do that can, at most `most`. With `minutes`, no launch
+    is started or continued that would not end in time. `dataset` is that of the first run, if it is read already.
+    """
+    deadline = None if minutes is None else time.monotonic() + 60 * minutes
+    created, is_new = not folder.exists(), not (folder / file).exists()
+    plan, refused, bug = plan_folder(folder / file, runs, launches, most, dataset)
+    if plan is None:
+        return Outcome(failed=refused, bug=bug)
+    plan.record()
+    found = None
+    try:
+        found = (train or train_launches)(plan, plan.part(runs, shard), deadline, progress, callbacks)
+    finally:
+        if is_new and shard.count == 1 and (found is None or found.failed):
+            release(folder, file, list(plan.configs), created)  # if no run could start, the folder can be used again
+    return plan.outcome(list(runs), {**refused, **found.failed}, bug or found.bug)
+
+
+def plan_folder(
+    file: Path,
+    runs: Mapping[str, Config],
+    launches: Sequence[Sequence[str]] | None = None,
+    most: int | None = None,
+    dataset: Dataset | None = None,
+) -> tuple[Sweep | None, dict[str, Failure], BaseException | None]:
+    """Return the plan of a folder with all runs that can start (None: none can), and failures of those that cannot."""
+    known = _read_plan(file) if file.exists() else None
+    new = {name: config for name, config in runs.items() if known is None or name not in known.configs}
+    for name in runs if known else ():
+        if known and name in known.configs:
+            _check_same(file, name, runs[name], known.configs[name])
+    if known and dataset and runs:
+        known = replace(known, datasets={source_key(next(iter(runs.values()))): dataset})
+    if not new:
+        return known, {}, None
+    names = list(new)
+    places = None
+    if launches is not None:
+        kept = ([names.index(name) for name in launch if name in new] for launch in launches)
+        places = [launch for launch in kept if launch]
+    budget = known.memory * GIB if known else None
+    found = plan_sweep(new.values(), places, dataset, names=names, memory=budget, most=most)
+    refused = {names[run]: one for run, one in zip(sorted(found.failures), found.failed(), strict=True)}
+    if not found.configs:
+        return known, refused, found.bug()
+    configs = {names[run]: config for run, config in found.configs.items()}
+    memory = known.memory if known else memory_for(next(iter(configs.values())), "store") / GIB
+    grouped = [[names[run] for run in launch] for launch in found.launches]
+    if known:
+        configs, grouped = {**known.configs, **configs}, [*map(list, known.launches), *grouped]
+    return Sweep(file, configs, grouped, memory, found.datasets), refused, found.bug()
+
+
+def train_launches(
+    plan: Sweep,
+    launches: Sequence[Sequence[str]],
+    deadline: float | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Outcome:
+    """Train launches of a plan that are not done, one after the other; return failures and the first bug."""
+    due = [launch for launch in launches if not all(map(plan.is_done, launch))]
+    names = [name for launch in due for name in launch]
+    places = {name: at for at, name in enumerate(names)}
+    together = [[places[name] for name in launch] for launch in due]
+    resolved = plan_sweep([plan.configs[name] for name in names], together, names=names, datasets=plan.datasets)
+    failed = {names[run]: one for run, one in zip(sorted(resolved.failures), resolved.failed(), strict=True)}
+    bug = resolved.bug()
+    for launch in due:
+        startable = [name for name in launch if name not in failed]
+        with lock(plan.folder / f".{launch[0]}.lock") as is_mine:
+            if not is_mine or not startable or all(map(plan.is_done, launch)):
+                continue
+            try:
+                report = _within(deadline, progress)
+                results = _train(plan, resolved.only([places[name] for name in startable]), report, callbacks)
+            except _OutOfTime:
+                break
+        for name, result in results.items():
+            if isinstance(result, Failure):
+                failed[name] = result
+                is_bug = result.exception is not None and not isinstance(result.exception, FedobpError)
+                bug = bug or (result.exception if is_bug else None)
+    return Outcome(failed=failed, bug=bug)
+
+
+def _train(
+    plan: Sweep, launch: SweepPlan, progress: Callable[[Progress], None], callbacks: Sequence[Callback]
+) -> dict[str, Result | Failure]:
+    """Train one launch whole; runs that have finished before are not written again."""
+    folders = {name: plan.path(name) for name in launch.names if not (plan.path(name) / "result.json").exists()}
+    for folder in folders.values():
+        clear(folder)
+    out = [folders.get(name) for name in launch.names]
+    try:
+        results = sweep(launch, out=out, progress=progress, callbacks=callbacks, keep_models=False, failures="return")
+    except _OutOfTime:
+        for folder in folders.values():
+            clear(folder)
+            with suppress(OSError):  # not empty: files of others
+                folder.rmdir()
+        raise
+    found = dict(zip(launch.names, results, strict=True))
+    for name, result in found.items():
+        if isinstance(result, Failure) and name in folders:
+            folders[name].mkdir(exist_ok=True)
+            write_json(folders[name] / "failed.json", result.to_json())
+    return found
+
+
+def _within(deadline: float | None, progress: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
+    """Return a function that passes progress on, and ends a launch that would not end before the deadline.
+
+    What is left is estimated from the second half of the rounds so far: in the first ones kernels are compiled.
+    """
+    if deadline is not None and time.monotonic() >= deadline:
+        raise _OutOfTime
+    times = [time.monotonic()]  # at the start, and after each round of the launch
+
+    def report(at: Progress) -> None:
+        if progress:
+            progress(at)
+        if deadline is None or at.round < len(times):
+            return
+        now = time.monotonic()
+        times.append(now)
+        half = at.round // 2
+        left = (now - times[half]) / (at.round - half) * (at.rounds - at.round)
+        if now > deadline or (at.round >= max(3, at.rounds // 10) and now + left > deadline):
+            raise _OutOfTime
+
+    return report
+
+
+def _without_comments(text: str) -> str:
+    return "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+
+
+def _read_plan(file: Path) -> Sweep:
+    """Return the plan of a folder."""
+    found = read_sweep_file(file)
+    if found.launches is None or found.memory is None:
+        raise FedobpError(f"{short(file, 200)} is no plan of a sweep, it has no `launches`: choose another --out")
+    return Sweep(file, {name: Config(**run) for name, run in found.runs.items()}, found.launches, found.memory)
+
+
+_FREE = ("data_dir", "save_models")  # settings that may differ between two calls
+
+
+def _check_same(file: Path, name: str, asked: Config, known: Config) -> None:
+    """Refuse a run whose settings are not those that the plan has; what is not given is decided by the plan."""
+    given = {spec.name: getattr(asked, spec.name) for spec in fields(Config) if spec.name not in (*TABLES, *_FREE)}
+    pairs = [(key, value, getattr(known, key)) for key, value in given.items() if value not in (None, "auto")]
+    for table in TABLES:
+        pairs += [(key, value, getattr(known, table).get(key)) for key, value in getattr(asked, table).items()]
+    for key, value, recorded in pairs:
+        if _plain(value) != _plain(recorded):
+            raise FedobpError(
+                f"{short(file.parent, 200)} has the run {name} with {key} = {short(_plain(recorded))}, not "
+                f"{short(_plain(value))}: choose another --out"
+            )
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting's value; a function is a reference to it."""
+    return label(value) if callable(value) else value
+
+
+def _read_failure(path: Path, config: Config) -> Failure:
+    """Return the failure of a run."""
+    try:
+        return Failure(config.method, config.seed, str(json.loads(path.read_text(encoding="utf-8"))["error"]), config)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FedobpError(f"{short(path, 200)} is damaged: remove it, and the run is trained again") from error
+
+
+def estimate(plan: Sweep, launches: Sequence[Sequence[str]]) -> list[float]:
+    """Return about how many seconds each launch takes, from three of its rounds; nothing is written.
+
+    Launches that differ in seeds only are measured once.
+    """
+    known: dict[object, float] = {}
+    found = []
+    for launch in launches:
+        configs = [plan.configs[name] for name in launch]
+        kind = tuple(replace(config, seed=0, partition_seed=0) for config in configs)
+        if kind not in known:
+            known[kind] = _measure(configs)
+        found.append(known[kind])
+    return found
+
+
+def _measure(configs: Sequence[Config]) -> float:
+    """Return about how many seconds a launch takes: the first round compiles, the third one is evaluated."""
+    short_runs = [replace(one, rounds=3, eval_every=3, protocol="default", save_models="none") for one in configs]
+    times = [time.perf_counter()]
+
+    def report(at: Progress) -> None:
+        if at.round == len(times):
+            times.append(time.perf_counter())
+
+    sweep(short_runs, launches=[list(range(len(configs)))], progress=report, keep_models=False, failures="return")
+    if len(times) < 4:
+        return math.nan
+    first, second, third = (after - before for before, after in pairwise(times))
+    rounds = max(config.rounds for config in configs)
+    evaluations = max(math.ceil(config.rounds / config.eval_every) for config in configs)
+    return max(0.0, first - second) + rounds * second + evaluations * max(0.0, third - second)
+
+
+def collect(folder: Path, sources: Sequence[Path]) -> Sweep:
+    """Bring the finished runs of one sweep's parts into one folder, and return its plan."""
+    plans = [_read_plan(plan_file(source)) for source in sources]
+    first = max(plans, key=lambda plan: len(plan.configs))
+    for plan in plans:
+        if not first.extends(plan):
+            raise FedobpError(
+                f"{short(first.folder, 200)} and {short(plan.folder, 200)} are not of one sweep: their plans differ"
+            )
+    target = replace(first, file=folder / first.file.name)
+    target.record()
+    for plan in plans:
+        if plan.folder.resolve() == folder.resolve():
+            continue
+        for name in plan.configs:
+            if plan.is_done(name) and not (target.path(name) / "result.json").exists():
+                _copy(plan.path(name), target.path(name))
+    return target
+
+
+def plan_file(folder: Path) -> Path:
+    """Return the plan in the folder of a sweep."""
+    for name in PLAN_FILES:
+        if (folder / name).is_file():
+            return folder / name
+    raise FedobpError(f"{short(folder, 200)} holds no sweep: give the folder of one, with its {PLAN_FILES[0]}")
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a run's folder; the copy appears whole."""
+    part = target.with_name(f".{target.name}.part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(source, part)
+        shutil.rmtree(target, ignore_errors=True)
+        part.replace(target)
+    except OSError as error:
+        raise unwritable(target, error) from error
