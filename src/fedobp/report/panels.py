@@ -98,7 +98,7 @@ class Clients:
         absent = [name for method, name in _NAMES.items() if method not in present]
         left_out = [group.label for group in self._section.groups if group not in self._groups]
         sentences = ["A dot is a client; point at it, or use the arrow keys, for its size and label entropy."]
-        keys = {"fedavg": "small dark dots are FedAvg", "local": "grey squares are Local-Only"}
+        keys = {"fedavg": "small dots are FedAvg", "local": "grey squares are Local-Only"}
         if shown := [key for method, key in keys.items() if method in present]:
             sentences.append(f"On the same clients, {listed(shown)}.")
         if len({run.result.get("partition") for run in self._section.runs}) > 1:
@@ -158,7 +158,9 @@ def layer_panels(section: Section) -> tuple[list[Panel], list[str]]:
     for group in section.groups:
         rounds, layers = figures.layers_over_rounds(group.runs)
         totals = [sum(values) for values in zip(*layers.values(), strict=True)]
-        ends = ", ".join(f"{name} {_few(layers[name][-1])}" for name in figures.shown_layers(layers))
+        ends = ", ".join(
+            f"{name} {_few(layers[name][-1])}" for name in figures.shown_layers(layers) if layers[name][-1]
+        )
         if not layers:
             sentences.append(f"{group.label}: not recorded.")
         elif not any(totals):
@@ -207,7 +209,7 @@ def bytes_panel(section: Section) -> Panel:
         lambda ax: figures.draw_bytes(ax, groups, sizes, words),
         0.25 + 0.34 * len(groups),
         f"Bytes per round: {told}.",
-        "Payload of a round, all its clients together: down in full colour, up in pale colour.",
+        "Payload of a round, all its clients together: down in full colour, up in weaker colour.",
     )
 
 
@@ -232,7 +234,7 @@ def time_panel(section: Section) -> Panel | None:
         lambda ax: figures.draw_time(ax, groups, times, words),
         0.25 + 0.34 * len(groups),
         f"Time per round: {told}.",
-        f"Training in full colour, evaluation and all else in pale colour; mean over rounds.{share}",
+        f"Training in full colour, evaluation and all else in weaker colour; mean over rounds.{share}",
     )
 
 
