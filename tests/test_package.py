@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 def test_the_core_imports_with_torch_and_numpy_alone(ran):
     code = """
 import sys
-ABSENT = "typer click rich sklearn scipy pooch requests matplotlib safetensors".split()
+ABSENT = "typer click rich sklearn scipy pooch requests matplotlib jinja2 safetensors".split()
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ABSENT:
@@ -78,6 +78,8 @@ def test_the_wheel_works_in_an_empty_environment_outside_the_clone(ran, tmp_path
     assert done(bin_folder / "fedobp", "--version").out.strip() == f"fedobp {fedobp.__version__}"
     run = done(bin_folder / "fedobp", "run", "--clients", 5, "--rounds", 1, "--epochs", 1, "--json").json
     assert (tmp_path / run["out"] / "models" / "clients.safetensors").exists()
+    done(bin_folder / "fedobp", "report", run["out"])
+    assert (tmp_path / run["out"] / "report.html").exists()
     where = done(bin_folder / "python", "-c", "import fedobp; print(fedobp.__file__)").out
     assert where.startswith(str(tmp_path))
     assert (Path(where.strip()).parent / "py.typed").exists()

@@ -83,6 +83,10 @@ class Sweep:
         """Return the folder of a run."""
         return self.folder / name
 
+    def lock_file(self, launch: Sequence[str]) -> Path:
+        """Return the file that is locked while a launch is trained."""
+        return self.folder / f".{launch[0]}.lock"
+
     def is_done(self, name: str) -> bool:
         """Say whether a run has finished or failed."""
         return any((self.path(name) / file).exists() for file in ("result.json", "failed.json"))
@@ -103,7 +107,7 @@ class Sweep:
                 if not self.file.exists():  # the folder holds something else
                     raise
         if _without_comments(self.file.read_text(encoding="utf-8")) != _without_comments(text):
-            if not self.extends(_read_plan(self.file)):
+            if not self.extends(read_plan(self.file)):
                 raise FedobpError(
                     f"another process has planned {short(self.file, 200)} otherwise: give both the same runs and "
                     "--store-memory, or each an --out of its own"
@@ -189,7 +193,7 @@ def plan_folder(
     dataset: Dataset | None = None,
 ) -> tuple[Sweep | None, dict[str, Failure], BaseException | None]:
     """Return the plan of a folder with all runs that can start (None: none can), and failures of those that cannot."""
-    known = _read_plan(file) if file.exists() else None
+    known = read_plan(file) if file.exists() else None
     new = {name: config for name, config in runs.items() if known is None or name not in known.configs}
     for name in runs if known else ():
         if known and name in known.configs:
@@ -233,7 +237,7 @@ def train_launches(
     bug = resolved.bug()
     for launch in due:
         startable = [name for name in launch if name not in failed]
-        with lock(plan.folder / f".{launch[0]}.lock") as is_mine:
+        with lock(plan.lock_file(launch)) as is_mine:
             if not is_mine or not startable or all(map(plan.is_done, launch)):
                 continue
             try:
@@ -301,7 +305,7 @@ def _without_comments(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if not line.startswith("#"))
 
 
-def _read_plan(file: Path) -> Sweep:
+def read_plan(file: Path) -> Sweep:
     """Return the plan of a folder."""
     found = read_sweep_file(file)
     if found.launches is None or found.memory is None:
@@ -375,7 +379,7 @@ def _measure(configs: Sequence[Config]) -> float:
 
 def collect(folder: Path, sources: Sequence[Path]) -> Sweep:
     """Bring the finished runs of one sweep's parts into one folder, and return its plan."""
-    plans = [_read_plan(plan_file(source)) for source in sources]
+    plans = [read_plan(plan_file(source)) for source in sources]
     first = max(plans, key=lambda plan: len(plan.configs))
     for plan in plans:
         if not first.extends(plan):
@@ -389,7 +393,7 @@ def collect(folder: Path, sources: Sequence[Path]) -> Sweep:
             continue
         for name in plan.configs:
             if plan.is_done(name) and not (target.path(name) / "result.json").exists():
-                _copy(plan.path(name), target.path(name))
+                copy_run(plan.path(name), target.path(name))
     return target
 
 
@@ -401,12 +405,14 @@ def plan_file(folder: Path) -> Path:
     raise FedobpError(f"{short(folder, 200)} holds no sweep: give the folder of one, with its {PLAN_FILES[0]}")
 
 
-def _copy(source: Path, target: Path) -> None:
+def copy_run(source: Path, target: Path) -> None:
     """Copy a run's folder; the copy appears whole."""
     part = target.with_name(f".{target.name}.part")
     try:
         shutil.rmtree(part, ignore_errors=True)
         shutil.copytree(source, part)
+        if (result := part / "result.json").exists():
+            write_json(result, {**json.loads(result.read_text(encoding="utf-8")), "out": str(target)})
         shutil.rmtree(target, ignore_errors=True)
         part.replace(target)
     except OSError as error:

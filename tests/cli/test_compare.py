@@ -10,7 +10,7 @@ from fedobp import FedobpError
 from fedobp.algorithms import METHODS
 from fedobp.algorithms.fedavg import FedAvg
 
-TABLES = ("results.csv", "history.csv")
+TABLES = ("results.csv", "history.csv", "report.html")
 
 
 def test_compare_prints_one_table_and_writes_every_run(command):

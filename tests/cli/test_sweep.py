@@ -40,7 +40,7 @@ def test_a_grid_from_flags(command):
     assert len(names) == 2 * 2 * 3
     assert {"fedobp-q0.5-alpha1-seed43", "fedavg-alpha0.5-seed42"} < names
     assert {path.name for path in Path("here").iterdir()} - names == {
-        "sweep.toml", "sweep.json", "results.csv", "history.csv",
+        "sweep.toml", "sweep.json", "results.csv", "history.csv", "report.html",
     }  # fmt: skip
     assert len(said.json["runs"]) == 12
     assert [one["chosen"] for one in said.json["chosen"]] == [None] * 2  # of fedobp, for each alpha
@@ -150,7 +150,7 @@ def test_shards_and_what_is_left(command):
     flags = ("--methods", "fedavg,seqfededt", *TINY)
     said = command("sweep", *flags, "--shard", "2/2", "--out", "two", "--json")
     assert (said.code, said.json["missing"]) == (0, ["fedavg-seed42"])
-    assert said.err == "note: 1 runs are left: fedobp sweep two continues\n"
+    assert said.err == "note: Not trained yet: 1 run. `fedobp sweep two` continues.\n"
     command("sweep", *flags, "--shard", "1/2", "--out", "one")
     found = command("collect", "all", "one", "two", "--json")
     assert [run["method"] for run in found.json["runs"]] == ["fedavg", "seqfededt"]

@@ -18,13 +18,14 @@ from fedobp.cli.models import models
 from fedobp.cli.output import OutputError, StandardOutput, print_error, print_note, print_stderr
 from fedobp.cli.paper import paper
 from fedobp.cli.partition import partition
+from fedobp.cli.report import plot, report
 from fedobp.cli.run import run
 from fedobp.cli.sweep import collect, sweep
 from fedobp.cli.tune import tune
 from fedobp.errors import STOP_SIGNALS, FedobpError, Stopped, short
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-for command in (run, compare, sweep, collect, paper, partition, bench, methods, models, doctor, tune):
+for command in (run, compare, sweep, collect, report, plot, paper, partition, bench, methods, models, doctor, tune):
     app.command()(command)
 app.add_typer(data, name="data")
 

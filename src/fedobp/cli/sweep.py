@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,10 +26,10 @@ from fedobp.cli.settings import (
     with_settings,
 )
 from fedobp.cli.sweeping import Asked, make_configs, print_outcome, refuse_flags, runs_from_flags, train_and_print
-from fedobp.errors import FedobpError, short
+from fedobp.errors import FedobpError, short, unknown
 
 if TYPE_CHECKING:
-    from fedobp.sweep_folder import Shard
+    from fedobp.sweep_folder import Shard, Train
 
 
 @with_settings(*(name for name in SETTINGS if name != "method"), save_models="none")
@@ -57,6 +58,12 @@ def sweep(
     shard: Annotated[
         str | None, typer.Option(metavar="I/N", help="Train part I of N of the launches only, such as 1/4.")
     ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ray[:ADDRESS]", help="Train on Ray: a cluster on this machine, or the one at an address."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be trained and how long it takes here; write nothing.")
     ] = False,
@@ -76,12 +83,13 @@ def sweep(
     fedobp sweep grid.toml --out runs/grid --max-minutes 60
     fedobp sweep runs/grid
     fedobp sweep grid.toml --out runs/grid --shard 1/4
+    fedobp sweep grid.toml --out runs/grid --on ray:10.0.0.1:6379
     """
     from fedobp.sweep_file import read_sweep_file
 
-    part, name = _shard(shard), "sweep"
+    part, name, train = _shard(shard), "sweep", _trainer(on)
     if source:
-        allowed = ("source", "out", "max_minutes", "shard", "dry_run", "track", "as_json")
+        allowed = ("source", "out", "max_minutes", "shard", "on", "dry_run", "track", "as_json")
         refuse_flags(context, "the file says what is trained", *allowed)
         if source.is_dir():
             if out:
@@ -101,7 +109,7 @@ def sweep(
     if dry_run:
         _print_plan(asked, out, name, part, as_json)
     else:
-        train_and_print(asked, out, name, minutes=max_minutes, shard=part, track=track, as_json=as_json)
+        train_and_print(asked, out, name, minutes=max_minutes, shard=part, train=train, track=track, as_json=as_json)
 
 
 def collect(
@@ -138,6 +146,18 @@ def _shard(text: str | None) -> "Shard":
     if not index.isdecimal() or not count.isdecimal() or not 1 <= int(index) <= int(count) <= 10_000:
         raise FedobpError(f"--shard {short(text)} must be written I/N with I from 1 to N, such as --shard 1/4")
     return Shard(int(index), int(count))
+
+
+def _trainer(on: str | None) -> "Train | None":
+    """Return what trains launches; None: this process."""
+    if on is None:
+        return None
+    kind, _, address = on.partition(":")
+    if kind != "ray":
+        raise unknown("value of --on", kind, ["ray"])
+    from fedobp.on_ray import train_on_ray
+
+    return partial(train_on_ray, address=address or None)
 
 
 def _print_plan(asked: Asked, out: Path | None, name: str, shard: "Shard", as_json: bool) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedobp.data import Dataset
     from fedobp.method import Method
     from fedobp.result import Failure
-    from fedobp.sweep_folder import Outcome, Shard
+    from fedobp.sweep_folder import Outcome, Shard, Train
 
 _MOST_RUNS = 1_000  # from flags; a file may have more
 
@@ -144,6 +144,7 @@ def train_and_print(
     *,
     minutes: float | None = None,
     shard: "Shard | None" = None,
+    train: "Train | None" = None,
     track: list[str] | None = None,
     as_json: bool = False,
 ) -> None:
@@ -175,6 +176,7 @@ def train_and_print(
                 dataset=asked.dataset,
                 progress=lambda at: advance(f"{len(due)} runs", replace(at, accuracy=None)),
                 callbacks=callbacks,
+                train=train,
             )
     finally:
         if out is None:
@@ -191,6 +193,7 @@ def print_outcome(
     """Write the tables of a sweep, print its results, and end the command with what failed."""
     from fedobp.files import write_json
     from fedobp.report.choice import choice_notes, chosen_values
+    from fedobp.report.page import write_report
     from fedobp.report.tables import compare_table, summarise
     from fedobp.sweep_folder import write_tables
     from fedobp.sweeps import SweepError
@@ -206,11 +209,19 @@ def print_outcome(
         write_tables(folder, outcome.runs.values())
         table = compare_table(results)
         table.notes += choice_notes(choices)
-        print_result(content if as_json else table, f"Run folder: {folder}")
-    if outcome.missing:
-        print_note(f"{len(outcome.missing)} runs are left: fedobp sweep {short(folder, 200)} continues")
+        lost = [f"{run}: {failure.error}" for run, failure in outcome.failed.items()]
+        notes = [*choice_notes(choices), *lost, *_left(outcome.missing)]
+        page = write_report(folder / "report.html", list(outcome.runs.values()), notes=notes)
+        print_result(content if as_json else table, f"Run folder: {folder}\nReport: {page}")
+    for line in _left(outcome.missing):
+        print_note(f"{line} `fedobp sweep {short(folder, 200)}` continues.")
     if failed:
         raise report_failures(SweepError(results, failed), outcome.bug)
+
+
+def _left(missing: Sequence[str]) -> list[str]:
+    """Return what is not trained yet, in a sentence."""
+    return [f"Not trained yet: {len(missing)} run{'s' * (len(missing) > 1)}."] if missing else []
 
 
 def make_configs(

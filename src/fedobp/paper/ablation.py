@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from fedobp.importance import count_above
 from fedobp.paper.accuracy import curve
 from fedobp.paper.experiment import Case, Experiment, Files, Setting, Work, train_cases
-from fedobp.paper.figures import COLUMN, PAGE, legend, panels, style
+from fedobp.paper.figures import PAGE, legend, panels, style, whole_numbers
 from fedobp.paper.published import TABLE1, TABLE2, published, title
 from fedobp.paper.quantiles import beside, published_q
 from fedobp.paper.rows import Row, mean_of, where
@@ -98,6 +98,7 @@ def variant_figures(setting: Setting, files: Files) -> "dict[str, Figure]":
                     look = {**style(place), "markevery": (place, 5)}
                     ax.plot(list(points), [one.mean for one in points.values()], label=TITLES[variant], **look)
             ax.set(title=f"{title(dataset)}, score: {name}", xlabel="round")
+            whole_numbers(ax)
         line[0].set_ylabel("accuracy, per cent")
     legend(figure, axes, 3)
     return {"figure": figure}
@@ -196,6 +197,7 @@ def layer_figures(setting: Setting, files: Files) -> "dict[str, Figure]":
                 look = {**style(place), "markevery": max(1, len(rounds) // 6)}
                 ax.plot(rounds, [mean_share(where(of, round=at)) for at in rounds], label=layer, **look)
             ax.set(title=f"{title(dataset)}, Dir({alpha:g}), {name}", xlabel="round", ylim=(-0.03, 1.03))
+            whole_numbers(ax)
         line[0].set_ylabel("share of personal entries")
     legend(figure, axes, 4)
     return {"figure": figure}

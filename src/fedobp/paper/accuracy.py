@@ -7,7 +7,7 @@ from fedobp.algorithms import method_class
 from fedobp.data import REGISTRY
 from fedobp.paper import published
 from fedobp.paper.experiment import Case, Experiment, Files, Setting, train_cases
-from fedobp.paper.figures import PAGE, legend, panels, style
+from fedobp.paper.figures import PAGE, legend, panels, style, whole_numbers
 from fedobp.paper.published import NAMES, TABLE1, TABLE2, title
 from fedobp.paper.rows import AS_PUBLISHED, EXTRA, Row, by_seed, labelled, mean_of, where
 from fedobp.paper.stats import NOISE_RULE, TEST_RULE, Spread, paired, ranks, within_noise
@@ -217,6 +217,7 @@ def convergence_figures(setting: Setting, files: Files) -> "dict[str, Figure]":
                 ax.plot(list(points), [found.mean for found in points.values()], label=name, **look)
         ax.set_title(f"{title(dataset)}, Dir({alpha:g})")
         ax.set(xlabel="round", ylabel="accuracy, per cent" if which % columns == 0 else None)
+        whole_numbers(ax)
     legend(figure, axes, 5)
     return {"figure": figure}
 
@@ -267,7 +268,8 @@ def scaling_tables(setting: Setting, files: Files) -> list[Table]:
 
 def scaling_figures(setting: Setting, files: Files) -> "dict[str, Figure]":
     """Draw the accuracies under both scalings, with the majority class as a line."""
-    figure, axes = panels(len(setting.alphas), len(setting.datasets), width=PAGE if len(setting.datasets) > 1 else 4)
+    wide = PAGE if len(setting.datasets) > 1 else 4.0
+    figure, axes = panels(len(setting.alphas), len(setting.datasets), width=wide, sharex=True)
     for at, (dataset, alpha) in enumerate(setting.cells()):
         ax = axes[at % len(setting.alphas)][at // len(setting.alphas)]
         rows = where(files["results"], dataset=dataset, alpha=alpha)

@@ -7,7 +7,7 @@ import numpy as np
 from fedobp.data import REGISTRY
 from fedobp.federation import assign, read
 from fedobp.paper.experiment import Experiment, Files, Setting, Work
-from fedobp.paper.figures import COLUMN, PAGE, legend, panels, style
+from fedobp.paper.figures import COLUMN, PAGE, legend, panels, style, whole_numbers
 from fedobp.paper.published import TABLE1, TABLE2, published, title
 from fedobp.paper.rows import where
 from fedobp.paper.tables import Table
@@ -95,6 +95,7 @@ def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
                 look = {**style(place + 1), "marker": ""}
                 ax.step(range(1, len(sizes) + 1), sizes[::-1], where="mid", label=f"Dir({alpha:g})", **look)
         ax.set(title=title(name), xlabel="clients, the largest first")
+        whole_numbers(ax)
     for ax in axes[:, 0]:
         ax.set_ylabel("samples")
     legend(figure, axes, 2)

@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from fedobp.files import write
 
@@ -51,6 +52,11 @@ def legend(figure: Figure, axes: Any, columns: int) -> None:
     if shown:
         place = "outside lower center"
         figure.legend(list(shown.values()), list(shown), loc=place, ncols=columns, handlelength=2.6)
+
+
+def whole_numbers(axes: Axes) -> None:
+    """Label the horizontal axis with whole numbers: rounds, steps, clients."""
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
 
 
 def quantile_axis(axes: Axes, grid: Sequence[float]) -> None:

@@ -28,7 +28,7 @@ from fedobp.importance import product, squared
 from fedobp.launch import simulate
 from fedobp.models import Model
 from fedobp.paper.experiment import Experiment, Files, Row, Setting, Work
-from fedobp.paper.figures import PAGE, legend, panels, style
+from fedobp.paper.figures import PAGE, legend, panels, style, whole_numbers
 from fedobp.paper.published import title
 from fedobp.paper.rows import where
 from fedobp.paper.stats import spread
@@ -262,6 +262,7 @@ def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
             shown = {**style(place // 2 + 3), "linestyle": look, "marker": "o" if look == "-" else ""}
             line[1].plot(steps, [row[column] for row in drift], label=text, **shown)
         line[1].set(xlabel="step s of local training", ylabel="largest distance", title="drift from a common model")
+        whole_numbers(line[1])
     legend(figure, axes, 3)
     return {"figure": figure}
 

@@ -1,0 +1,147 @@
+"""Launches of a sweep on a Ray cluster: one worker a card, and files back.
+
+A worker gets the sweep's plan as text and the names of a launch, and returns the files of its runs as bytes, so that
+nothing of ours is serialised. Ray retries a launch whose worker or node died; what other workers have finished is
+kept. Every node needs fedobp, and the data in its own $FEDOBP_DATA.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from fedobp.callbacks import Callback
+from fedobp.errors import FedobpError, described, short
+from fedobp.files import lock, write
+from fedobp.launch import Progress
+from fedobp.result import Failure
+from fedobp.sweep_folder import Outcome, Sweep, copy_run, read_plan, train_launches
+
+RETRIES = 3  # of a launch whose worker or node died
+_POLL = 1.0  # seconds between looks at the deadline
+
+
+def train_launch(plan: str, file: str, launch: list[str], threads: int) -> dict[str, bytes]:
+    """Train a launch in a worker; return the files of its runs by path.
+
+    Ray gives workers one thread; the number of threads changes the last bits, so it is the caller's.
+    """
+    torch.set_num_threads(threads)
+    with TemporaryDirectory() as place:
+        folder = Path(place)
+        (folder / file).write_text(plan, encoding="utf-8")
+        train_launches(read_plan(folder / file), [launch])
+        paths = [path for name in launch for path in sorted((folder / name).rglob("*")) if path.is_file()]
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def train_on_ray(
+    plan: Sweep,
+    launches: Sequence[Sequence[str]],
+    deadline: float | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    callbacks: Sequence[Callback] = (),
+    *,
+    address: str | None = None,
+) -> Outcome:
+    """Train launches of a plan on a cluster: the one at `address`, or a new one on this machine."""
+    if callbacks:
+        raise FedobpError("--on ray does not report rounds as they happen, which --track needs: leave out one of them")
+    ray = _connect(address)
+    try:
+        with ExitStack() as locks:
+            due = [
+                launch
+                for launch in launches
+                if not all(map(plan.is_done, launch)) and locks.enter_context(lock(plan.lock_file(launch)))
+            ]
+            return _collect(ray, plan, due, deadline, progress)
+    finally:
+        ray.shutdown()
+
+
+def _connect(address: str | None) -> Any:
+    """Return Ray, connected; who connects has the cluster's token."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    try:
+        import ray
+    except ImportError as error:
+        raise FedobpError("--on ray needs Ray: pip install 'fedobp[ray]'") from error
+    try:
+        ray.init(address, include_dashboard=None if address else False, log_to_driver=False, configure_logging=False)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise FedobpError(
+            f"cannot use the Ray cluster at {short(address or 'this machine', 100)} ({short(described(error), 200)}): "
+            "check the address and $RAY_AUTH_TOKEN"
+        ) from error
+    return ray
+
+
+def _collect(
+    ray: Any,
+    plan: Sweep,
+    launches: Sequence[Sequence[str]],
+    deadline: float | None,
+    progress: Callable[[Progress], None] | None,
+) -> Outcome:
+    """Hand all launches to Ray, and write the files of each as it ends."""
+    text, threads = plan.to_toml(), torch.get_num_threads()
+    tasks: dict[Any, Sequence[str]] = {}
+    for launch in launches:
+        cards = int(plan.configs[launch[0]].device == "cuda")
+        cpus = 1 if cards else threads
+        worker = ray.remote(num_gpus=cards, num_cpus=cpus, max_retries=RETRIES, max_calls=1)(train_launch)
+        tasks[worker.remote(text, plan.file.name, list(launch), threads)] = launch
+    failed: dict[str, Failure] = {}
+    try:
+        while tasks and (deadline is None or time.monotonic() < deadline):
+            finished, _ = ray.wait(list(tasks), timeout=_POLL)
+            for task in finished:
+                launch = tasks.pop(task)
+                try:
+                    files = ray.get(task)
+                except ray.exceptions.RayError as error:
+                    said = f"its Ray worker failed {RETRIES + 1} times ({short(described(error), 300)})"
+                    failed |= {name: _failure(plan, name, said) for name in launch}
+                    continue
+                write_runs(plan, launch, files)
+                _report(plan, launch, progress)
+    finally:
+        for task in tasks:
+            ray.cancel(task, force=True)
+    return Outcome(failed=failed)
+
+
+def _failure(plan: Sweep, name: str, sentence: str) -> Failure:
+    config = plan.configs[name]
+    return Failure(config.method, config.seed, sentence, config)
+
+
+def write_runs(plan: Sweep, launch: Sequence[str], files: Mapping[str, bytes]) -> None:
+    """Write the files of a launch's runs that are not finished yet; each run appears whole."""
+    with TemporaryDirectory(dir=plan.folder, prefix=".ray-") as place:
+        for name in launch:
+            if (plan.path(name) / "result.json").exists():
+                continue
+            for path, content in files.items():
+                run, _, inside = path.partition("/")
+                if run == name and ".." not in Path(inside).parts:
+                    target = Path(place) / name / inside
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    write(target, content)
+            if (Path(place) / name).exists():
+                copy_run(Path(place) / name, plan.path(name))
+
+
+def _report(plan: Sweep, launch: Sequence[str], progress: Callable[[Progress], None] | None) -> None:
+    """Report the rounds of runs that have ended."""
+    for at, name in enumerate(launch):
+        config = plan.configs[name]
+        for number in range(1, config.rounds + 1):
+            if progress:
+                progress(Progress(config.method, number, config.rounds, None, at))
