@@ -6,6 +6,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from paper.cases import row
 
 from fedobp import FedobpError
 from fedobp.algorithms import METHODS
@@ -13,7 +14,6 @@ from fedobp.csv_rows import write_rows
 from fedobp.paper.claims import Evidence, read_evidence
 from fedobp.paper.docs import pages
 from fedobp.run import Run
-from paper.cases import row
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -97,5 +97,5 @@ def test_smoke_results_never_enter_the_pages(tmp_path):
 
 def test_results_without_a_place_on_the_page_are_an_error(tmp_path):
     (tmp_path / "results.md").write_text("# Results\n")
-    with pytest.raises(FedobpError, match="add the lines <!-- measured fmnist 0.5 -->"):
+    with pytest.raises(FedobpError, match=r"add the lines <!-- measured fmnist 0\.5 -->"):
         pages(Evidence([row("local", dataset="fmnist", alpha=0.5)]), tmp_path)

@@ -30,6 +30,13 @@ def setting(**more):
 
 def swept(q, pooled, **more):
     """A row of a sweep over quantiles, with the product score unless another is given."""
-    options = {"score": "squared", "norm": "none", "scope": "all", "ema": "0.0", "start": "global", **more.pop("set", {})}
+    options = {
+        "score": "squared",
+        "norm": "none",
+        "scope": "all",
+        "ema": "0.0",
+        "start": "global",
+        **more.pop("set", {}),
+    }
     text = ";".join(f"{name}={value}" for name, value in {"q": q, **options}.items())
     return row(pooled=pooled, options=text, **more)

@@ -45,7 +45,7 @@ def paper(
         str,
         typer.Option(
             metavar="smoke|short|full",
-            help="The paper's setting (full), its first 100 rounds (short), or the digits to see that all runs (smoke).",
+            help="The paper's setting (full), 100 of its rounds (short), or the digits, to see that all runs (smoke).",
         ),
     ] = "full",
     max_minutes: Annotated[

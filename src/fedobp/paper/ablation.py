@@ -1,5 +1,6 @@
 """The ablation of FedOBP, and in which layers its personal entries lie."""
 
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -8,9 +9,9 @@ from fedobp.paper.accuracy import curve
 from fedobp.paper.experiment import Case, Experiment, Files, Setting, Work, train_cases
 from fedobp.paper.figures import PAGE, legend, panels, style, whole_numbers
 from fedobp.paper.published import TABLE1, TABLE2, published, title
-from fedobp.paper.quantiles import beside, published_q
+from fedobp.paper.quantiles import published_q
 from fedobp.paper.rows import Row, mean_of, where
-from fedobp.paper.stats import NOISE_RULE, ranks
+from fedobp.paper.stats import NOISE_RULE, beside_published, ranks
 from fedobp.paper.tables import Cell, Table
 from fedobp.report.tidy import history_rows, tidy_rows
 
@@ -62,7 +63,7 @@ def variant_tables(setting: Setting, files: Files) -> list[Table]:
         "Accuracy in per cent, pooled over clients, as served",
         ["dataset", "alpha", "score", *TITLES.values()],
         notes=[
-            "In parentheses the published number, of the formula that the ablation was run with: ✓ within noise, ✗ not. "
+            "In parentheses the published number, of the formula that it was run with: ✓ within noise, ✗ not. "
             "Normalising over all entries is monotone, so it changes nothing but ties. The published classifier column "
             "of MNIST, FMNIST, OrganA and OrganC is that of runs with EMA (their logs).",
             NOISE_RULE,
@@ -77,7 +78,7 @@ def variant_tables(setting: Setting, files: Files) -> list[Table]:
             cells = []
             for variant in VARIANTS:
                 number = theirs.get(variant) if score == "product" else None
-                text = beside(found[score, variant], (number, 0.0)) if number is not None else ""
+                text = beside_published(found[score, variant], (number, 0.0)) if number is not None else ""
                 cells.append(Cell(str(found[score, variant] or ""), best.get(str((score, variant)), 0), text))
             table.add(title(dataset), f"{alpha:g}", name, *cells)
     return [table]
@@ -109,8 +110,8 @@ def layer_cases(setting: Setting) -> Iterator[Case]:
     for dataset, alpha, seed in setting.points():
         q = published_q(dataset, alpha)
         for score, at in (("squared", q), ("product", published()["layers"].get(dataset, {}).get("q", q))):
-            config = setting.config(dataset, alpha, seed, "fedobp", options={"q": at, "score": score})
-            yield Case(config, {"score": score})
+            options = {"q": at} if score == "squared" else {"q": at, "score": score}  # the former as in `quantiles`
+            yield Case(setting.config(dataset, alpha, seed, "fedobp", options=options), {"score": score})
 
 
 def layer_of(tensor: str) -> str:
@@ -151,7 +152,7 @@ def layer_shares(rows: Sequence[Row], first: int, last: int) -> dict[str, float]
 
 def mean_share(rows: Sequence[Row]) -> float:
     """Return the mean share of rows."""
-    return sum(row["share"] for row in rows) / len(rows)
+    return statistics.fmean(row["share"] for row in rows)
 
 
 def layer_tables(setting: Setting, files: Files) -> list[Table]:

@@ -10,7 +10,7 @@ from fedobp.paper.experiment import Case, Experiment, Files, Setting, train_case
 from fedobp.paper.figures import PAGE, legend, panels, style, whole_numbers
 from fedobp.paper.published import NAMES, TABLE1, TABLE2, title
 from fedobp.paper.rows import AS_PUBLISHED, EXTRA, Row, by_seed, labelled, mean_of, where
-from fedobp.paper.stats import NOISE_RULE, TEST_RULE, Spread, paired, ranks, within_noise
+from fedobp.paper.stats import NOISE_RULE, TEST_RULE, Spread, beside_published, paired, ranks, within_noise
 from fedobp.paper.tables import Cell, Table
 
 if TYPE_CHECKING:
@@ -33,9 +33,7 @@ def method_cases(setting: Setting) -> Iterator[Case]:
             modes = [mode for mode in modes_of(method) if mode in setting.modes]
             network = {"model": NETWORKS[method]} if method in NETWORKS and setting.scale != "smoke" else {}
             for options in [{"mode": mode} for mode in modes] or [{}]:
-                yield Case(
-                    setting.config(dataset, alpha, seed, method, options=options, finetune_epochs=5, **network)
-                )
+                yield Case(setting.config(dataset, alpha, seed, method, options=options, finetune_epochs=5, **network))
 
 
 def names_of(setting: Setting) -> list[str]:
@@ -46,14 +44,6 @@ def names_of(setting: Setting) -> list[str]:
         names += [name + (AS_PUBLISHED if mode == "as-published" else "") for mode in modes] or [name]
         names += list(EXTRA.values()) if method == "fedavg" else []
     return names
-
-
-def beside_published(measured: Spread | None, theirs: tuple[float, float] | None) -> str:
-    """Return a published number with a mark that says whether it lies within noise of the measured one."""
-    if theirs is None:
-        return ""
-    mark = "" if measured is None else " ✓" if within_noise(measured, *theirs) else " ✗"
-    return f"{theirs[0]:.2f}{mark}"
 
 
 def theirs_of(name: str, dataset: str, alpha: float) -> tuple[float, float] | None:

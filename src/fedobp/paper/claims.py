@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fedobp.errors import FedobpError, short
 from fedobp.importance import count_above
+from fedobp.paper.ablation import layer_shares
 from fedobp.paper.accuracy import curve, first_within, modes_of
 from fedobp.paper.experiment import Experiment, Files, Row, Setting, Work
 from fedobp.paper.published import NAMES, TABLE1, TABLE2, published, title
@@ -70,7 +71,7 @@ class Evidence:
 
 
 def is_standard(row: Row) -> bool:
-    """Return whether a run has the settings of the accuracy tables: those of FedOBP may come from another experiment."""
+    """Return whether a run has the settings of the accuracy tables; those of sweeps have others."""
     if row.get("normalize") == "as-published" or row["participation"] != 0.1:
         return False
     if row["method"] not in ("fedobp", "decoupled"):
@@ -174,7 +175,10 @@ def best_at_05(evidence: Evidence, claim: dict[str, Any]) -> list[Part]:
 def gaps_of_table_2(evidence: Evidence, claim: dict[str, Any]) -> list[Part]:
     """perf.t2; the MedMNIST parts are about images without contrast, where no method can learn them."""
     values = claim["values"]
-    parts = [lead(evidence, "mnist", 0.1, values["mnist_0.1_gap"]), lead(evidence, "fmnist", 0.1, values["fmnist_0.1_gap"])]
+    parts = [
+        lead(evidence, "mnist", 0.1, values["mnist_0.1_gap"]),
+        lead(evidence, "fmnist", 0.1, values["fmnist_0.1_gap"]),
+    ]
     parts.append(lead(evidence, "fmnist", 0.5, values["fmnist_0.5_gap_vs_FLOCO"]))
     return [*parts, Part("cannot be checked", "OrganA: the published rows are an artefact of wrong scaling constants")]
 
@@ -326,7 +330,7 @@ def distributed(evidence: Evidence, claim: dict[str, Any]) -> list[Part]:
         if not rows or max(row["round"] for row in rows) < ROUNDS:
             parts.append(Part("not measured", f"{title(dataset)}: not measured"))
             continue
-        last = {layer: _share(rows, layer, ROUNDS - 45, ROUNDS) for layer in ("classifier", "conv1")}
+        last = {layer: _share(rows, layer, ROUNDS - 44, ROUNDS) for layer in ("classifier", "conv1")}
         rises = last["classifier"] > _share(rows, "classifier", 1, 45)
         inside = all(said[layer][0] - 0.05 <= share <= said[layer][1] + 0.05 for layer, share in last.items())
         ranges = ", ".join(
@@ -337,8 +341,7 @@ def distributed(evidence: Evidence, claim: dict[str, Any]) -> list[Part]:
 
 
 def _share(rows: Sequence[Row], layer: str, first: int, last: int) -> float:
-    some = [row["share"] for row in rows if row["layer"] == layer and first <= row["round"] <= last]
-    return sum(some) / max(1, len(some))
+    return layer_shares(rows, first, last).get(layer, 0.0)
 
 
 def communicated(evidence: Evidence, claim: dict[str, Any]) -> list[Part]:
@@ -351,7 +354,9 @@ def communicated(evidence: Evidence, claim: dict[str, Any]) -> list[Part]:
         if 1.0 not in points or len(points) < _FEWEST:
             parts.append(Part("not measured", f"{title(dataset)}: not measured"))
             continue
-        told = f"{title(dataset)}: {points[1.0].mean:.2f} at ratio 1, {min(some.values()):.2f} to {max(some.values()):.2f}"
+        told = (
+            f"{title(dataset)}: {points[1.0].mean:.2f} at ratio 1, {min(some.values()):.2f} to {max(some.values()):.2f}"
+        )
         holds = min(some.values()) > points[1.0].mean
         parts.append(Part("holds" if holds else "does not hold", f"{told} at ratios up to 0.9"))
     if all(part.verdict == "not measured" for part in parts):
@@ -395,7 +400,9 @@ def judge(evidence: Evidence) -> list[Judged]:
 
 def claims_table(judged: Sequence[Judged]) -> Table:
     """Return verdicts and evidence as a table."""
-    table = Table("Claims of the paper", ["claim", "what it says", "verdict", "evidence"], notes=[__doc__.split("\n\n")[1]])
+    table = Table(
+        "Claims of the paper", ["claim", "what it says", "verdict", "evidence"], notes=[__doc__.split("\n\n")[1]]
+    )
     for one in judged:
         table.add(one.id, one.text, one.verdict, one.evidence)
     return table

@@ -104,7 +104,12 @@ def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
 
 EXPERIMENTS = [
     Experiment(
-        "datasets", "the table of datasets, with what is really in each", measure, tables, figures, (*TABLE1, *TABLE2),
+        "datasets",
+        "the table of datasets, with what is really in each",
+        measure,
+        tables,
+        figures,
+        (*TABLE1, *TABLE2),
         trains=False,
     )
 ]

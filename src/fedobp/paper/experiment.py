@@ -75,7 +75,7 @@ class Setting:
         return [(dataset, alpha) for dataset in self.datasets for alpha in self.alphas]
 
     def points(self) -> Iterator[tuple[str, float, int]]:
-        """Yield dataset, alpha and seed of all runs on datasets that are installed; the first seed of all comes first."""
+        """Yield dataset, alpha and seed of all runs on installed datasets; the first seed of all comes first."""
         available = self.available
         return (
             (dataset, alpha, seed) for seed in self.seeds for dataset, alpha in self.cells() if dataset in available

@@ -18,7 +18,7 @@ COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#5
 STYLES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 COLUMN, PAGE = 3.4, 7.0  # inches: one column, and the width of a page of two
-_RC = {
+_RC: Any = {
     "font.size": 7.5, "axes.titlesize": 8, "axes.labelsize": 7.5, "legend.fontsize": 7, "xtick.labelsize": 7,
     "ytick.labelsize": 7, "axes.linewidth": 0.6, "lines.linewidth": 1.1, "lines.markersize": 3.2, "pdf.fonttype": 42,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
@@ -50,8 +50,8 @@ def legend(figure: Figure, axes: Any, columns: int) -> None:
         handles, labels = ax.get_legend_handles_labels()
         shown |= {label: handle for label, handle in zip(labels, handles, strict=True) if label not in shown}
     if shown:
-        place = "outside lower center"
-        figure.legend(list(shown.values()), list(shown), loc=place, ncols=columns, handlelength=2.6)
+        handles, labels = list(shown.values()), list(shown)
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=2.6)
 
 
 def whole_numbers(axes: Axes) -> None:
@@ -62,7 +62,9 @@ def whole_numbers(axes: Axes) -> None:
 def quantile_axis(axes: Axes, grid: Sequence[float]) -> None:
     """Label evenly spaced positions with quantiles; where there are many, every second one."""
     step = 2 if len(grid) > 16 else 1
-    axes.set_xticks(range(0, len(grid), step), [f"{q:g}" for q in grid[::step]], rotation=60, ha="right", rotation_mode="anchor")
+    axes.set_xticks(
+        range(0, len(grid), step), [f"{q:g}" for q in grid[::step]], rotation=60, ha="right", rotation_mode="anchor"
+    )
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:

@@ -57,7 +57,7 @@ class PeakMemory(TorchDispatchMode):
     """Counts the bytes of tensors that are made inside it: the largest sum of those that live at one time."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = self._now = 0
         self._sizes: dict[int, int] = {}
 
@@ -143,7 +143,8 @@ def measure_client(config: Config, model: Model, samples: int, seconds: float) -
         step()  # a warm-up
         with PeakMemory() as memory:
             step()
-        times, until = [], time.perf_counter() + seconds
+        times: list[float] = []
+        until = time.perf_counter() + seconds
         while len(times) < 3 or time.perf_counter() < until:
             begun = clock(device)
             step()
@@ -193,7 +194,7 @@ def tables(setting: Setting, files: Files) -> list[Table]:
             f"{rows[0]['samples']} samples",
             ["what", "milliseconds", "of local training", "MFLOP", "of local training", "peak memory"],
             notes=[
-                f"Measured on {rows[0]['device']} with {rows[0]['threads']} threads, torch {rows[0]['torch']}, float32: "
+                f"Measured on {rows[0]['device']}, {rows[0]['threads']} threads, torch {rows[0]['torch']}, float32: "
                 "median time; the largest sum of tensors that live at one time, beside model and data. MFLOP are "
                 "counted: N entries, n samples, F for a sample's forward and backward pass: OBP and gradient 2N, the "
                 "released code's formula 3N, Fisher n(F + 2N), as printed nF + N, training 5nF + 2N a step. The paper "

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedobp.algorithms.fedobp import FedOBP
-from fedobp.data import REGISTRY, data_dir, describe
+from fedobp.data import REGISTRY
 from fedobp.importance import count_above
 from fedobp.paper.experiment import Case, Experiment, Files, Setting, train_cases
 from fedobp.paper.figures import COLUMN, PAGE, legend, panels, quantile_axis, style
 from fedobp.paper.published import TABLE1, TABLE2, accuracy, published, title
 from fedobp.paper.rows import Row, mean_of, option, quantile, where
-from fedobp.paper.stats import NOISE_RULE, Spread, ranks, within_noise
+from fedobp.paper.stats import NOISE_RULE, Spread, beside_published, ranks
 from fedobp.paper.tables import Cell, Table
 from fedobp.report.tables import format_bytes
 
@@ -77,7 +77,6 @@ def quantile_tables(setting: Setting, files: Files) -> list[Table]:
         size, theirs = published()["parameters"].get(dataset, {}).get("total"), accuracy(dataset, "fedobp", alpha)
         there, at_best = (mean_of(sweep.get(one, [])) for one in (q, best if best is not None else -1))
         kept = {at: mean_of(sweep.get(at, []), "personal_mean") for at in (q, best) if at is not None}
-        mark = beside(there, theirs) if setting.scale != "smoke" else beside(None, theirs)
         counts.add(
             title(dataset),
             f"{alpha:g}",
@@ -86,7 +85,7 @@ def quantile_tables(setting: Setting, files: Files) -> list[Table]:
             f"{table[f'{alpha:g}']['count']:,}" if f"{alpha:g}" in table else "",
             f"{count_above(size, q):,}" if size and f"{alpha:g}" in table else "",
             _count(kept.get(q)),
-            Cell(str(there or ""), beside=mark),
+            Cell(str(there or ""), beside=beside_published(there, theirs)),
             f"{best:g}" if best is not None else "",
             _count(kept.get(best)) if best is not None else "",
             str(at_best or ""),
@@ -96,16 +95,11 @@ def quantile_tables(setting: Setting, files: Files) -> list[Table]:
         table = Table(f"{title(dataset)}, Dirichlet({alpha:g})", ["q", "personal parameters", "accuracy"])
         order = ranks({f"{q:g}": found.mean for q, found in means(sweep).items()})
         for q, rows in sweep.items():
-            table.add(f"{q:g}", _count(mean_of(rows, "personal_mean")), Cell(str(mean_of(rows)), order.get(f"{q:g}", 0)))
+            table.add(
+                f"{q:g}", _count(mean_of(rows, "personal_mean")), Cell(str(mean_of(rows)), order.get(f"{q:g}", 0))
+            )
         tables += [table] if table.rows else []
     return tables
-
-
-def beside(measured: Spread | None, theirs: tuple[float, float] | None) -> str:
-    """Return a published number, with a mark where there is a measured one."""
-    if theirs is None:
-        return ""
-    return f"{theirs[0]:.2f}" + ("" if measured is None else " ✓" if within_noise(measured, *theirs) else " ✗")
 
 
 def _count(found: Spread | None) -> str:
@@ -210,7 +204,7 @@ def score_tables(setting: Setting, files: Files) -> list[Table]:
 
 def claimed_peaks(dataset: str) -> dict[str, float]:
     """Return the best quantile of each score in the paper's text; a share of personal entries is 1 - q."""
-    claim = next((one for one in published()["claims"] if one["id"] == f"score.{dataset}"), {})
+    claim: dict[str, Any] = next((one for one in published()["claims"] if one["id"] == f"score.{dataset}"), {})
     found: dict[str, float] = {}
     for score, name in (("gradient", "I_G"), ("fisher", "I_F"), ("squared", "I_O")):
         values = claim.get("values", {}).get(name, {})
@@ -326,7 +320,9 @@ def rate_tables(setting: Setting, files: Files) -> list[Table]:
             ],
         )
         scores = list(dict.fromkeys(row["score"] for row in rows))
-        found = {(score, rate): mean_of(where(rows, score=score, participation=rate)) for score in scores for rate in rates}
+        found = {
+            (score, rate): mean_of(where(rows, score=score, participation=rate)) for score in scores for rate in rates
+        }
         best = {rate: ranks({s: one.mean for (s, at), one in found.items() if at == rate and one}) for rate in rates}
         for score in scores:
             table.add(score, *(Cell(str(found[score, rate] or ""), best[rate].get(score, 0)) for rate in rates))

@@ -17,7 +17,7 @@ def label(row: Row) -> str | None:
     They show what each method serves, and of FedAvg also what its clients' last models and fine-tuned ones give:
     these are the two baselines that the paper leaves out, and they train as FedAvg does.
     """
-    name = NAMES.get(row["method"], row["method"]) + (AS_PUBLISHED if row["mode"] == "as-published" else "")
+    name = str(NAMES.get(row["method"], row["method"])) + (AS_PUBLISHED if row["mode"] == "as-published" else "")
     if row["model"] == "served":
         return name
     return EXTRA.get(row["model"]) if row["method"] == "fedavg" else None

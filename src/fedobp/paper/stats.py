@@ -38,11 +38,15 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 def within_noise(ours: Spread, theirs: float, their_std: float = 0.0) -> bool:
     """Return whether a published number lies within the noise of a measured one, by `NOISE_RULE`."""
-    if ours.std is None:
-        limit = TOLERANCE
-    else:
-        limit = 2 * math.sqrt(ours.std**2 * (1 + 1 / ours.n) + their_std**2)
+    limit = TOLERANCE if ours.std is None else 2 * math.sqrt(ours.std**2 * (1 + 1 / ours.n) + their_std**2)
     return abs(ours.mean - theirs) <= limit + 1e-9
+
+
+def beside_published(measured: Spread | None, theirs: tuple[float, float] | None) -> str:
+    """Return a published number, with a mark that says whether it lies within noise of the measured one."""
+    if theirs is None:
+        return ""
+    return f"{theirs[0]:.2f}" + ("" if measured is None else " ✓" if within_noise(measured, *theirs) else " ✗")
 
 
 class Paired(NamedTuple):

@@ -8,7 +8,7 @@ _LATEX = str.maketrans(
     {
         "&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "±": r"$\pm$", "²": r"$^2$", "|": r"\textbar{}",
         "<": "$<$", ">": "$>$", "✓": r"\checkmark", "✗": r"$\times$", "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}", "–": "--", "→": r"$\rightarrow$", "≤": r"$\leq$", "·": r"$\cdot$",
+        "^": r"\textasciicircum{}",
     }
 )  # fmt: skip
 

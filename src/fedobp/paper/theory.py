@@ -1,4 +1,4 @@
-"""The reasoning behind the score, measured: does it rank entries as the loss does, and do the bounds on drift hold?
+"""The reasoning behind the score, measured: does it rank entries as the loss does, and do the bounds on drift hold.
 
 The paper calls an entry important if replacing it by the global value changes the loss on all clients' data: |L(with
 theta_g,k) - L(theta_i)| (eq. 14). To first order that is |dL/dtheta_k * d_k| with d = theta_g - theta_i (eq. 16), and
@@ -12,6 +12,7 @@ Both are measured, with G the largest gradient that occurs.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -186,7 +187,7 @@ def measure(setting: Setting, work: Work) -> Files:
     for dataset, alpha in setting.cells():
         if dataset in setting.available:
             key = f"{dataset}-dir{alpha:g}-{setting.rounds}-rounds-{setting.scale}"
-            part = work.once("theory", key, lambda at=(dataset, alpha): measure_cell(setting, work, *at))
+            part = work.once("theory", key, partial(measure_cell, setting, work, dataset, alpha))
             for name, rows in part.items():
                 files[name] += rows
     return files
@@ -213,7 +214,9 @@ def tables(setting: Setting, files: Files) -> list[Table]:
             for kind, text in DRAWN.items():
                 for score in SCORES:
                     of = where(rows, round=round, drawn=kind, score=score)
-                    values = (_correlation(of, name) for name in ("with_loss", "with_taylor", "taylor_with_loss", "cosine"))
+                    values = (
+                        _correlation(of, name) for name in ("with_loss", "with_taylor", "taylor_with_loss", "cosine")
+                    )
                     ranks.add(title(dataset), f"{alpha:g}", str(round), text, score, str(len(of)), *values)
         if not rows:
             ranks.add(title(dataset), f"{alpha:g}", *[""] * 8)
@@ -243,10 +246,14 @@ def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
         entries = where(files["entries"], dataset=dataset, alpha=alpha)
         last = max((row["round"] for row in entries), default=0)
         for place, (kind, text) in enumerate(DRAWN.items()):
-            of = [row for row in where(entries, drawn=kind, round=last) if row["squared"] > 0 and row["loss_change"] > 0]
+            of = [
+                row for row in where(entries, drawn=kind, round=last) if row["squared"] > 0 and row["loss_change"] > 0
+            ]
             points: list[Any] = [[row["squared"] for row in of], [row["loss_change"] for row in of]]
             colour = style(place + 1)["color"]
-            line[0].plot(*points, ".", color=colour, markersize=2.5, alpha=0.5, label=f"entries {text}", rasterized=True)
+            line[0].plot(
+                *points, ".", color=colour, markersize=2.5, alpha=0.5, label=f"entries {text}", rasterized=True
+            )
         line[0].set(xscale="log", yscale="log", xlabel="score (eq. 19)", ylabel="true loss change (eq. 14)")
         line[0].set_title(f"{title(dataset)}, Dir({alpha:g}), round {last}")
         drift = where(files["drift"], dataset=dataset, alpha=alpha)

@@ -1,0 +1,119 @@
+"""`fedobp paper`: two experiments at the smallest scale, going on after an interruption, and user errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedobp.csv_rows import read_rows
+from fedobp.paper.registry import EXPERIMENTS
+from paper.cases import row
+
+FILES = {"results.csv", "history.csv", "table.md", "table.tex", "figure.pdf", "figure.png"}
+
+
+def test_list_names_every_experiment(command):
+    said = command("paper", "list")
+    assert said.code == 0
+    found = command("paper", "list", "--json").json["experiments"]
+    assert [one["name"] for one in found] == [
+        "table1", "table2", "quantiles", "convergence", "scores", "ablation", "layers", "communication", "medmnist",
+        "datasets", "overhead", "participation", "theory", "claims",
+    ]  # fmt: skip
+    assert all(one["name"] in said.out for one in found)
+
+
+def test_quantiles_at_smoke_scale_with_a_dataset_that_is_missing(command):
+    said = command(
+        "paper", "quantiles", "--scale", "smoke", "--rounds", 2, "--dataset", "digits,mnist", "--alpha", 0.1, "--json"
+    )
+    assert said.code == 0
+    assert "note: MNIST is not installed, so its cells are empty: fedobp data fetch mnist" in said.err
+    assert set(said.json["files"]) == FILES
+    folder = Path("runs/paper-smoke/quantiles")
+    assert {path.name for path in folder.iterdir()} == FILES
+    rows = read_rows(folder / "results.csv")
+    assert {(one["dataset"], one["model"]) for one in rows} == {("digits", "served"), ("digits", "last")}
+    assert len(rows) == 2 * 5  # quantiles
+    assert {one["protocol"] for one in rows} == {"default"}
+    table = (folder / "table.md").read_text()
+    assert "| MNIST | 0.1 | 582,026 | 0.9998 | 117 | 117 |  |  (99.34) |  |  |  |" in table
+    assert "fedobp data fetch mnist" in table
+    assert (folder / "figure.pdf").read_bytes().startswith(b"%PDF")
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_layers_at_smoke_scale_shares_the_runs_of_a_folder_and_goes_on(command):
+    given = ("--scale", "smoke", "--rounds", 2, "--out", "here")
+    said = command("paper", "layers", *given, "--max-minutes", 0)
+    assert said.code == 0
+    assert "note: 2 of 2 runs are not done: call the same command again" in said.err
+    assert command("paper", "layers", *given).err == ""
+    trained = {path.parent.name: path.stat().st_mtime_ns for path in Path("here/runs").glob("*/result.json")}
+    assert len(trained) == 2
+    rows = read_rows(Path("here/layers/layers.csv"))
+    assert {one["layer"] for one in rows} == {"conv1", "conv2", "fc1", "classifier"}
+    for name in trained:
+        for number in (1, 2):
+            shares = [one["share"] for one in rows if one["run"] == name and one["round"] == number]
+            assert sum(shares) == pytest.approx(1)
+    before = Path("here/layers/table.md").read_bytes()
+    assert command("paper", "layers", *given).code == 0
+    assert Path("here/layers/table.md").read_bytes() == before
+    command("paper", "quantiles", *given, "--alpha", 0.1)
+    again = {path.parent.name: path.stat().st_mtime_ns for path in Path("here/runs").glob("*/result.json")}
+    assert {name: again[name] for name in trained} == trained
+    assert len(again) == 2 + 5 - 1  # one of them was there
+
+
+def test_claims_are_judged_by_the_files_of_a_folder(command):
+    folder = Path("found/table1")
+    folder.mkdir(parents=True)
+    header = list(row())
+    lines = [row("fedobp", pooled=80.0), row("flute", pooled=87.0, mode="faithful")]
+    text = "\n".join([",".join(header), *(",".join(str(one[name] or "") for name in header) for one in lines)])
+    (folder / "results.csv").write_text(text + "\n")
+    said = command("paper", "claims", "found", "--json")
+    assert said.code == 0
+    judged = {one["id"]: one["verdict"] for one in read_rows(Path(said.json["folder"]) / "results.csv")}
+    assert judged["perf.d01.gaps"] == "does not hold"
+    assert judged["comm"] == "not measured"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("tabel1",), "did you mean 'table1'?"),
+        (("table1", "results"), "only `claims` takes folders"),
+        (("table1", "--scale", "tiny"), "unknown value of --scale 'tiny'"),
+        (("table1", "--mode", "authors"), "unknown value of --mode 'authors'"),
+        (("table1", "--dataset", "mnits"), "did you mean 'mnist'?"),
+        (("table1", "--alpha", "0.1,x"), "--alpha must be numbers separated by commas, not 'x'"),
+        (("table1", "--methods", "fedop"), "did you mean 'fedobp'?"),
+        (("table1", "--seeds", 0), "--seeds must be at least 1, not 0"),
+        (("table1", "--rounds", 0), "--rounds must be at least 1, not 0"),
+        (("table1", "--max-minutes", -1), "--max-minutes must be at least 0, not -1.0"),
+        (("claims", "absent"), "there is no folder absent"),
+    ],
+)
+def test_user_errors_are_one_sentence(command, given, told):
+    said = command("paper", *given)
+    assert said.code == 2
+    assert told in said.err
+    assert said.err.count("\n") == 1
+    assert not Path("runs").exists() or given[0] == "claims"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_writes_its_files_at_smoke_scale(command, name):
+    found = command("paper", name, "--scale", "smoke", "--json").json
+    assert found["notes"] == []
+    wanted = {"results.csv", "table.md", "table.tex", *(() if name == "claims" else ("figure.pdf", "figure.png"))}
+    assert wanted <= set(found["files"])
+    assert json.dumps(found)
+    table = (Path(found["folder"]) / "table.tex").read_text()
+    for part in table.split("\\begin{tabular}")[1:]:
+        columns = len(part.partition("}")[0]) - 1
+        body = part.partition("\\midrule\n")[2].partition("\n\\bottomrule")[0]
+        assert {line.count(" & ") + 1 for line in body.splitlines()} == {columns}
