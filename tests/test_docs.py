@@ -56,7 +56,19 @@ def test_links_lead_to_files(page):
 
 @pytest.mark.essential
 def test_every_flag_in_the_docs_exists(command):
-    words = ("run", "compare", "report", "plot", "partition", "bench", "doctor", "tune", "data import", "data fetch")
+    words = (
+        "run",
+        "compare",
+        "paper",
+        "report",
+        "plot",
+        "partition",
+        "bench",
+        "doctor",
+        "tune",
+        "data import",
+        "data fetch",
+    )
     texts = [command(*one.split(), "--help").out for one in words]
     existing = set(re.findall(r"--[a-z][a-z-]*", " ".join(texts))) | {"--version"}
     for page in PAGES:

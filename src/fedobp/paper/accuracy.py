@@ -10,7 +10,7 @@ from fedobp.paper.experiment import Case, Experiment, Files, Setting, train_case
 from fedobp.paper.figures import PAGE, legend, panels, style, whole_numbers
 from fedobp.paper.published import NAMES, TABLE1, TABLE2, title
 from fedobp.paper.rows import AS_PUBLISHED, EXTRA, Row, by_seed, labelled, mean_of, where
-from fedobp.paper.stats import NOISE_RULE, TEST_RULE, Spread, beside_published, paired, ranks, within_noise
+from fedobp.paper.stats import NOISE_RULE, TEST_RULE, Spread, beside_published, paired, probability, ranks, within_noise
 from fedobp.paper.tables import Cell, Table
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def accuracy_tables(setting: Setting, files: Files) -> list[Table]:
         ],
     )
     means = {cell: {name: mean_of(of) for name, of in by_name.items()} for cell, by_name in found.items()}
-    best = {cell: ranks(_ranked(of)) for cell, of in means.items()}
+    best = {cell: ranks(_ranked({name: of.get(name) for name in names})) for cell, of in means.items()}
     for name in names:
         cells = [
             Cell(
@@ -93,7 +93,7 @@ def cell_table(names: list[str], by_name: dict[str, list[Row]], dataset: str, al
     table = Table(
         f"{title(dataset)}, Dirichlet({alpha:g})",
         ["method", "measured", "seeds", "published", "momentum 0", "difference", "within noise", "client mean",
-         "FedOBP minus it", "p, pairs", "FedOBP is"],
+         "FedOBP minus it", "test", "FedOBP is"],
         notes=[TEST_RULE],
     )  # fmt: skip
     ours = by_seed(by_name.get("FedOBP", []))
@@ -113,7 +113,7 @@ def cell_table(names: list[str], by_name: dict[str, list[Row]], dataset: str, al
             ("yes" if within_noise(measured, *theirs) else "no") if measured and theirs else "",
             str(mean_of(rows, "client_mean") or ""),
             f"{test.difference:+.2f}" if test else "",
-            f"{test.p:.3f}, {test.pairs}" if test and test.p is not None else "",
+            f"{probability(test.p)}, {test.pairs} pairs" if test and test.p is not None else "",
             test.verdict if test else "",
         )
     return table

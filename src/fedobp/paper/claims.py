@@ -17,7 +17,7 @@ from fedobp.paper.experiment import Experiment, Files, Row, Setting, Work
 from fedobp.paper.published import NAMES, TABLE1, TABLE2, published, title
 from fedobp.paper.quantiles import SCORES, best_quantile, by_quantile, claimed_peaks, means, published_q, score_sweep
 from fedobp.paper.rows import AS_PUBLISHED, EXTRA, by_seed, labelled, mean_of, option, quantile, where
-from fedobp.paper.stats import TOLERANCE, Spread, paired
+from fedobp.paper.stats import TOLERANCE, Spread, paired, probability
 from fedobp.paper.tables import Table
 from fedobp.report.tidy import read_tidy
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Verdict = Literal["holds", "does not hold", "not measured", "cannot be checked"]
 ROUNDS = 400
+_OPEN = ": not measured"
 _FEWEST = 5  # quantiles of a sweep
 BASELINES = [name for name in NAMES.values() if name != "FedOBP"]
 
@@ -35,6 +36,11 @@ class Part(NamedTuple):
 
     verdict: Verdict
     text: str
+
+
+def missing(what: str) -> Part:
+    """Return a part of which nothing is measured."""
+    return Part("not measured", what + _OPEN)
 
 
 class Judged(NamedTuple):
@@ -127,7 +133,7 @@ def lead(evidence: Evidence, dataset: str, alpha: float, claimed: float | None =
     found, where_ = evidence.table(dataset, alpha), f"{title(dataset)} {alpha:g}"
     said = f" (the paper: {claimed:+.2f})" if claimed is not None else ""
     if "FedOBP" not in found:
-        return Part("not measured", f"{where_}: not measured{said}")
+        return missing(where_)
     ours = found["FedOBP"].mean
     faithful = {name: found[name].mean for name in BASELINES if name in found}
     as_run = {name: found.get(name + AS_PUBLISHED, found.get(name)) for name in BASELINES if _is_run(name, found)}
@@ -139,7 +145,7 @@ def lead(evidence: Evidence, dataset: str, alpha: float, claimed: float | None =
     if faithful:
         best, value = max(faithful.items(), key=lambda pair: pair[1])
         test = paired(*(by_seed(evidence.rows(dataset, alpha)[name]) for name in ("FedOBP", best)))
-        shown = f", p = {test.p:.2f} over {test.pairs} pairs" if test and test.p is not None else ""
+        shown = f", {probability(test.p)} over {test.pairs} pairs" if test and test.p is not None else ""
         words.append(f"as meant: {best} {value:.2f}{shown}" + _left_out(len(BASELINES) - len(faithful)))
     extra = [f"{name} {found[name].mean:.2f}" for name in EXTRA.values() if name in found]
     words += [f"left out by the paper: {', '.join(extra)}"] if extra else []
@@ -190,7 +196,7 @@ def above(evidence: Evidence, dataset: str, alpha: float, names: Sequence[str], 
         one = found.get(name + AS_PUBLISHED, found.get(name)) if _is_run(name, found) else None
         word = "above" if sign > 0 else "below"
         if one is None:
-            parts.append(Part("not measured", f"{name} on {title(dataset)}: not measured"))
+            parts.append(missing(f"{name} on {title(dataset)}"))
         else:
             holds = sign * (one.mean - limit) > 0
             told = f"{name} on {title(dataset)} is {one.mean:.2f}, said to be {word} {limit:g}"
@@ -211,7 +217,7 @@ def fastest(evidence: Evidence, dataset: str, alpha: float) -> Part:
     curves = {name: evidence.curve(dataset, alpha, name) for name in NAMES.values()}
     where_ = f"fastest on {title(dataset)} {alpha:g}"
     if any(not points for points in curves.values()):
-        return Part("not measured", f"{where_}: not measured")
+        return missing(where_)
     goal = max(points[max(points)].mean for points in curves.values()) - 1
     reached = {
         name: min((at for at, found in points.items() if found.mean >= goal), default=None)
@@ -229,7 +235,7 @@ def converges_at_05(evidence: Evidence, claim: dict[str, Any]) -> list[Part]:
         points = evidence.curve(dataset, 0.5, "FedOBP")
         at = first_within(points)
         if at is None or max(points) < ROUNDS:
-            parts.append(Part("not measured", f"{title(dataset)} 0.5: not measured"))
+            parts.append(missing(f"{title(dataset)} 0.5"))
             continue
         told = f"{title(dataset)} 0.5: from round {at} on within 1 point of its end, {points[max(points)].mean:.2f}"
         parts.append(Part("holds" if at <= 200 else "does not hold", told))
@@ -246,7 +252,7 @@ def best_scores(dataset: str) -> Callable[[Evidence, dict[str, Any]], list[Part]
             top, found = best_quantile(sweep), means(sweep)
             at = claimed.get(score)
             if top is None or len(found) < _FEWEST or (at is not None and at not in found):
-                parts.append(Part("not measured", f"{name}: not measured"))
+                parts.append(missing(name))
             elif at is None:  # said to keep fewer than 0.1 per cent
                 parts.append(Part("holds" if top > 0.999 else "does not hold", f"{name}: best at q = {top:g}"))
             else:
@@ -271,11 +277,9 @@ def shape_of_sweeps(evidence: Evidence, claim: dict[str, Any]) -> list[Part]:
             sweep = score_sweep(evidence.results, dataset, 0.1, score, "global" if score == "squared" else "tensor")
             top, where_ = best_quantile(sweep), f"{name} on {title(dataset)}"
             if top is None or len(sweep) < _FEWEST or not {0.0, 1.0} <= sweep.keys():
-                parts.append(Part("not measured", f"{where_}: not measured"))
+                parts.append(missing(where_))
             else:
                 parts.append(Part("holds" if 0 < top < 1 else "does not hold", f"{where_}: best at q = {top:g}"))
-    if all(part.verdict == "not measured" for part in parts):
-        return [Part("not measured", "no sweep over quantiles is measured")]
     return parts
 
 
@@ -307,7 +311,7 @@ def ablated(evidence: Evidence, claim: dict[str, Any]) -> list[Part]:
 
         none, layer, whole = of("none", "all"), of("layer", "all"), of("global", "all")
         if none is None or layer is None or whole is None:
-            parts.append(Part("not measured", f"{title(dataset)}: not measured"))
+            parts.append(missing(title(dataset)))
             continue
         theirs = published()["ablation"][dataset]
         told = (
@@ -316,8 +320,6 @@ def ablated(evidence: Evidence, claim: dict[str, Any]) -> list[Part]:
         )
         same = abs(none.mean - whole.mean) <= TOLERANCE
         parts.append(Part("holds" if same and none.mean > layer.mean else "does not hold", told))
-    if all(part.verdict == "not measured" for part in parts):
-        parts = [Part("not measured", "no ablation is measured")]
     wrong = "87.52 and 99.40 in the text are not the table's numbers: they are of runs with EMA, which logs show"
     return [*parts, Part("does not hold", wrong)]
 
@@ -328,7 +330,7 @@ def distributed(evidence: Evidence, claim: dict[str, Any]) -> list[Part]:
     for dataset, said in claim["values"].items():
         rows = where(evidence.layers, dataset=dataset, alpha=0.1, score="product")
         if not rows or max(row["round"] for row in rows) < ROUNDS:
-            parts.append(Part("not measured", f"{title(dataset)}: not measured"))
+            parts.append(missing(title(dataset)))
             continue
         last = {layer: _share(rows, layer, ROUNDS - 44, ROUNDS) for layer in ("classifier", "conv1")}
         rises = last["classifier"] > _share(rows, "classifier", 1, 45)
@@ -352,15 +354,13 @@ def communicated(evidence: Evidence, claim: dict[str, Any]) -> list[Part]:
         points = means(by_quantile(rows, dataset, 0.1))
         some = {q: found.mean for q, found in points.items() if q <= 0.9}
         if 1.0 not in points or len(points) < _FEWEST:
-            parts.append(Part("not measured", f"{title(dataset)}: not measured"))
+            parts.append(missing(title(dataset)))
             continue
         told = (
             f"{title(dataset)}: {points[1.0].mean:.2f} at ratio 1, {min(some.values()):.2f} to {max(some.values()):.2f}"
         )
         holds = min(some.values()) > points[1.0].mean
         parts.append(Part("holds" if holds else "does not hold", f"{told} at ratios up to 0.9"))
-    if all(part.verdict == "not measured" for part in parts):
-        return [Part("not measured", "no sweep over quantiles is measured")]
     return parts
 
 
@@ -393,8 +393,11 @@ def judge(evidence: Evidence) -> list[Judged]:
     found = []
     for claim in published()["claims"]:
         parts = JUDGES[claim["id"]](evidence, claim)
-        text, told = claim.get("text", _TEXTS.get(claim["id"], "")), "; ".join(part.text for part in parts)
-        found.append(Judged(claim["id"], claim["section"], text, combine(parts), told))
+        open_ = [part.text.removesuffix(_OPEN) for part in parts if part.text.endswith(_OPEN)]
+        told = [part.text for part in parts if not part.text.endswith(_OPEN)]
+        told += [f"not measured: {', '.join(open_)}"] if open_ else []
+        text = claim.get("text", _TEXTS.get(claim["id"], ""))
+        found.append(Judged(claim["id"], claim["section"], text, combine(parts), "; ".join(told)))
     return found
 
 

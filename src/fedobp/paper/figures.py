@@ -56,20 +56,22 @@ def legend(figure: Figure, axes: Any, columns: int) -> None:
 
 def whole_numbers(axes: Axes) -> None:
     """Label the horizontal axis with whole numbers: rounds, steps, clients."""
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, steps=[1, 2, 5, 10]))
 
 
 def quantile_axis(axes: Axes, grid: Sequence[float]) -> None:
-    """Label evenly spaced positions with quantiles; where there are many, every second one."""
-    step = 2 if len(grid) > 16 else 1
-    axes.set_xticks(
-        range(0, len(grid), step), [f"{q:g}" for q in grid[::step]], rotation=60, ha="right", rotation_mode="anchor"
-    )
+    """Label evenly spaced positions with quantiles; of many, every second or third one."""
+    step = -(-len(grid) // 14)
+    axes.set_xticks(range(0, len(grid), step), [f"{q:g}" for q in grid[::step]], rotation=90, fontsize=6)
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write a figure as PDF and PNG, with the same bytes each time."""
+    """Write a figure as PDF and PNG, with the same bytes each time; panels without data say so."""
     paths = []
+    for axes in figure.axes:
+        if not axes.has_data():
+            axes.set(xticks=[], yticks=[])
+            axes.text(0.5, 0.5, "not measured", ha="center", color="#777777", transform=axes.transAxes)
     for kind, metadata in (("pdf", {"CreationDate": None}), ("png", {"Software": None})):
         content = BytesIO()
         figure.savefig(content, format=kind, dpi=300, metadata=metadata)

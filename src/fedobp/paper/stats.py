@@ -81,6 +81,11 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Paired | N
     return Paired(mean, float(test.pvalue), len(seeds))
 
 
+def probability(p: float) -> str:
+    """Return a p in words."""
+    return f"p = {p:.3f}" if p >= 0.001 else "p < 0.001"
+
+
 def ranks(values: Mapping[str, float]) -> dict[str, int]:
     """Return which of several values is the best (1) and the second (2), as printed with two decimals; ties share."""
     shown = {name: round(value, 2) for name, value in values.items()}
