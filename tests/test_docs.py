@@ -27,7 +27,7 @@ def test_python_examples_of_the_readme_run(capsys):
 OWN = sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/your-own/*.md"))
 
 
-@pytest.mark.parametrize("page", ["docs/python.md", "docs/callbacks.md", *OWN])
+@pytest.mark.parametrize("page", ["docs/python.md", "docs/callbacks.md", "docs/sweeps.md", *OWN])
 def test_python_examples_of_a_page_run_one_after_the_other(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}
@@ -53,7 +53,20 @@ def test_links_lead_to_files(page):
 
 @pytest.mark.essential
 def test_every_flag_in_the_docs_exists(command):
-    words = ("run", "compare", "report", "plot", "partition", "bench", "doctor", "tune", "data import", "data fetch")
+    words = (
+        "run",
+        "compare",
+        "sweep",
+        "collect",
+        "report",
+        "plot",
+        "partition",
+        "bench",
+        "doctor",
+        "tune",
+        "data import",
+        "data fetch",
+    )
     texts = [command(*one.split(), "--help").out for one in words]
     existing = set(re.findall(r"--[a-z][a-z-]*", " ".join(texts))) | {"--version"}
     for page in PAGES:
