@@ -2,11 +2,13 @@
 
 import json
 import math
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
-from fedobp import Config, Federation, FedobpError
+from fedobp import Config, Federation, FedobpError, load_results
 from fedobp.csv_rows import write_rows
 from fedobp.report.tidy import read_tidy, tidy_rows
 from fedobp.saved_runs import find_runs, read_run
@@ -28,6 +30,30 @@ def test_a_run_comes_back(finished):
     assert saved.result["accuracy"] == result.accuracy.to_json()
     assert [line["round"] for line in saved.metrics()] == [1, 2] == [line["round"] for line in saved.timings()]
     assert saved.clients() == list(result.clients)
+
+
+def test_results_come_back_from_their_folders(finished):
+    """Tables, curves and DataFrames are those of the result that the run returned; so are models."""
+    _, result = finished
+    [again] = load_results(result.out)
+    for spec in fields(result):
+        if spec.name not in ("models", "labels"):  # labels are written where a confusion matrix needs them
+            assert getattr(again, spec.name) == getattr(result, spec.name), spec.name
+    assert again.to_json() == result.to_json()
+    for client in (None, 3):
+        mine, read = result.state_dict(client), again.state_dict(client)
+        assert all(torch.equal(mine[name], read[name]) for name in mine)
+
+
+def test_metrics_and_new_clients_come_back(tmp_path: Path):
+    config = Config(
+        rounds=1, clients=6, alpha=1.0, model="mlp", metrics="loss,confusion", val_ratio=0.2, holdout_clients=2
+    )
+    result = Federation(config).run(out=tmp_path / "run")
+    [again] = load_results(tmp_path / "run")
+    assert again.to_json() == result.to_json()
+    assert again.metrics == result.metrics
+    assert again.launch == result.launch
 
 
 def test_a_row_a_client(finished):

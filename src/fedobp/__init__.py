@@ -28,12 +28,15 @@ if TYPE_CHECKING:
     from fedobp.launch import Progress
     from fedobp.models import Model
     from fedobp.result import Failure, Result, Results
+    from fedobp.saved_runs import load_results
     from fedobp.storage import load_state_dict
+    from fedobp.sweep_folder import resume_sweep
     from fedobp.sweeps import SweepError, sweep
 
 __all__ = [
     "Accuracy", "Callback", "Config", "Dataset", "Failure", "Federation", "FedobpError", "Model", "Progress", "Result",
-    "Results", "SweepError", "__version__", "load_state_dict", "method", "sweep", "trackers",
+    "Results", "SweepError", "__version__", "load_results", "load_state_dict", "method", "resume_sweep", "sweep",
+    "trackers",
 ]  # fmt: skip
 
 _MODULES = {
@@ -48,7 +51,9 @@ _MODULES = {
     "Result": "result",
     "Results": "result",
     "SweepError": "sweeps",
+    "load_results": "saved_runs",
     "load_state_dict": "storage",
+    "resume_sweep": "sweep_folder",
     "sweep": "sweeps",
 }
 

@@ -12,7 +12,7 @@ from fedobp.csv_rows import read_rows
 from fedobp.errors import FedobpError, short
 from fedobp.evaluation import Accuracy, Confusion, Metric, Metrics, NewClients, Personal, make_protocol
 from fedobp.files import regular
-from fedobp.result import Compute, Result, Traffic
+from fedobp.result import Compute, Result, Results, Traffic
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,11 @@ def find_runs(paths: Sequence[Path]) -> list[SavedRun]:
         for folder in sorted(folders):
             found.setdefault(folder.resolve(), read_run(folder))
     return list(found.values())
+
+
+def load_results(*folders: str | Path) -> Results[Result]:
+    """Return the results of finished runs: of each folder of a run, a comparison or a sweep."""
+    return Results(run.to_result() for run in find_runs([Path(folder) for folder in folders]))
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from paper.cases import row
 
 from fedobp.csv_rows import read_rows
 from fedobp.paper.registry import EXPERIMENTS
-from paper.cases import row
 
 FILES = {"results.csv", "history.csv", "table.md", "table.tex", "figure.pdf", "figure.png"}
 

@@ -140,8 +140,8 @@ def lead(evidence: Evidence, dataset: str, alpha: float, claimed: float | None =
     words = [f"{where_}: FedOBP {ours:.2f}{said}"]
     if as_run:
         best, value = max(((name, one.mean) for name, one in as_run.items() if one), key=lambda pair: pair[1])
-        missing = len(BASELINES) - len(as_run)
-        words.append(f"best baseline as run for the paper: {best} {value:.2f}" + _left_out(missing))
+        unseen = len(BASELINES) - len(as_run)
+        words.append(f"best baseline as run for the paper: {best} {value:.2f}" + _left_out(unseen))
     if faithful:
         best, value = max(faithful.items(), key=lambda pair: pair[1])
         test = paired(*(by_seed(evidence.rows(dataset, alpha)[name]) for name in ("FedOBP", best)))
