@@ -80,6 +80,7 @@ def test_the_wheel_works_in_an_empty_environment_outside_the_clone(ran, tmp_path
     assert (tmp_path / run["out"] / "models" / "clients.safetensors").exists()
     done(bin_folder / "fedobp", "report", run["out"])
     assert (tmp_path / run["out"] / "report.html").exists()
+    assert done(bin_folder / "fedobp", "paper", "claims", "--json").json["rows"] == {"results": 15}  # published numbers
     where = done(bin_folder / "python", "-c", "import fedobp; print(fedobp.__file__)").out
     assert where.startswith(str(tmp_path))
     assert (Path(where.strip()).parent / "py.typed").exists()

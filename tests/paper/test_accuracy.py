@@ -50,7 +50,8 @@ def test_the_grid_has_the_best_the_second_and_the_published_numbers():
     assert found["FedOBP"][1] == ("", 0, "95.60")
     shown = {line[0].text: [cell.text for cell in line[1:]] for line in detail.rows}
     assert shown["FedAvg"] == [
-        "57.00 ± 0.71", "2", "58.15 ± 0.26", "58.04", "-1.15", "yes", "56.00 ± 0.71", "+29.80", "p = 0.009, 2 pairs", "better",
+        "57.00 ± 0.71", "2", "58.15 ± 0.26", "58.04", "-1.15", "yes", "56.00 ± 0.71", "+29.80",
+        "p = 0.009, 2 pairs", "better",
     ]  # fmt: skip
     # differences -0.8 and -0.4: t = -3, and for one degree of freedom p = 1 - 2 atan(3) / pi = 0.205
     assert shown["FedAvg-Last"][-3:] == ["-0.60", "p = 0.205, 2 pairs", "no difference shown"]

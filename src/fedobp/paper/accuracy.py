@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NETWORKS = {"fedbn": "cnn-bn"}  # instead of the paper's, on which it would be FedAvg
+_ORGANS = (
+    "OrganA and OrganC are measured with the right scaling of images; the published numbers are not (see `medmnist`)."
+)
 _SCALINGS = {"dataset": "right constants", "as-published": "as published", "train": "training parts", "none": "none"}
 
 
@@ -64,6 +67,7 @@ def accuracy_tables(setting: Setting, files: Files) -> list[Table]:
             "Mean ± deviation (n - 1) over seeds; best bold, second underlined, among methods as their authors meant "
             "them. In parentheses the published number: ✓ within noise, ✗ not.",
             NOISE_RULE,
+            *([_ORGANS] if {"organamnist", "organcmnist"} & set(setting.datasets) else []),
         ],
     )
     means = {cell: {name: mean_of(of) for name, of in by_name.items()} for cell, by_name in found.items()}

@@ -9,6 +9,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -59,7 +60,7 @@ class Setting:
         """The modes to run, the faithful one first."""
         return ("faithful", "as-published") if self.mode == "both" else (self.mode,)
 
-    @property
+    @cached_property
     def available(self) -> tuple[str, ...]:
         """The datasets that are installed."""
         return tuple(name for name in self.datasets if describe(name, data_dir()).available)
