@@ -134,9 +134,9 @@ class Work:
     def once(self, name: str, key: str, compute: Callable[[], Files]) -> Files:
         """Return rows that are computed once and kept in files; {} if the time is over."""
         folder = self.folder / name / "parts"
-        kept = {path.suffixes[0][1:]: read_rows(path) for path in sorted(folder.glob(f"{key}.*.csv"))}
+        kept = {path.stem.removeprefix(f"{key}."): path for path in sorted(folder.glob(f"{key}.*.csv"))}
         if kept:
-            return kept
+            return {name: read_rows(path) for name, path in kept.items()}
         if self.is_over:
             self.notes.append(f"{key} is not measured: the time is over, call the same command again")
             return {}

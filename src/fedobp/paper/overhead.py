@@ -188,6 +188,7 @@ def tables(setting: Setting, files: Files) -> list[Table]:
     for dataset in setting.datasets:
         rows = where(files["results"], dataset=dataset)
         if not rows:
+            found.append(Table(f"{title(dataset)}: not measured", ["what"]))
             continue
         table = Table(
             f"{title(dataset)}: {rows[0]['network']} of {rows[0]['parameters']:,} parameters, a client of "
@@ -218,10 +219,11 @@ def tables(setting: Setting, files: Files) -> list[Table]:
 
 def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
     """Draw times and memory on logarithmic axes."""
-    datasets = [name for name in setting.datasets if where(files["results"], dataset=name)]
-    figure, axes = panels(len(datasets), 2, width=2 * COLUMN, height=1.9, sharey=True)
-    for line, dataset in zip(axes, datasets, strict=True):
+    figure, axes = panels(len(setting.datasets), 2, width=2 * COLUMN, height=1.9, sharey="row")
+    for line, dataset in zip(axes, setting.datasets, strict=True):
         rows = where(files["results"], dataset=dataset)
+        if not rows:
+            continue
         names = [SCORES[row["score"]] for row in rows]
         for ax, values, text in (
             (line[0], [1e3 * row["seconds"] for row in rows], "milliseconds"),
@@ -230,8 +232,8 @@ def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
             colours = ["#999999" if row["score"] in ("training", "selection") else "#0072b2" for row in rows]
             ax.barh(names, values, color=colours, height=0.62)
             ax.set(xscale="log", xlabel=text, title=title(dataset))
-            ax.invert_yaxis() if ax is line[0] else None
             ax.grid(axis="y", visible=False)
+        line[0].invert_yaxis()  # both panels share it
     return {"figure": figure}
 
 

@@ -1,0 +1,82 @@
+"""Settings of experiments, their runs, and what is kept between calls."""
+
+import pytest
+
+from fedobp.paper.experiment import Case, Work, describe_setting, setting_for
+from fedobp.paper.registry import EXPERIMENTS
+from paper.cases import setting
+
+
+def test_full_scale_is_the_papers_setting():
+    full = setting_for(EXPERIMENTS["table1"])
+    assert (full.rounds, full.seeds, full.alphas, full.mode) == (400, (42, 43, 44), (0.1, 0.5), "both")
+    assert full.datasets == ("cifar10", "cifar100", "emnist", "svhn")
+    config = full.config("cifar10", 0.1, 43, "fedavg")
+    assert (config.clients, config.participation, config.protocol, config.sampling) == (100, 0.1, "paper", "published")
+    assert (config.partition_seed, config.seed, config.momentum, config.save_models) == (42, 43, 0.0, "none")
+    assert all(at % config.eval_every == 0 for at in (100, 200, 300, 400))
+
+
+def test_other_scales():
+    short = setting_for(EXPERIMENTS["quantiles"], scale="short")
+    assert (short.rounds, short.seeds, len(short.grid)) == (100, (42,), 12)
+    assert short.config("cifar10", 0.1, 42, "fedobp").protocol == "paper"
+    few = setting_for(EXPERIMENTS["quantiles"], scale="short", rounds=99, long_grid=True, seeds=2, alphas=[0.3])
+    assert (few.rounds, few.seeds, few.alphas, len(few.grid)) == (99, (42, 43), (0.3,), 32)
+    assert few.config("cifar10", 0.3, 42, "fedobp").protocol == "default"
+    smoke = setting_for(EXPERIMENTS["table2"], scale="smoke")
+    assert (smoke.datasets, smoke.config("digits", 0.1, 42, "fedobp").protocol) == (("digits",), "default")
+    assert smoke.config("digits", 0.1, 42, "fedobp").clients is None  # the dataset's default
+    assert setting_for(EXPERIMENTS["table2"], scale="smoke", datasets=["mnist"]).datasets == ("mnist",)
+
+
+def test_a_run_is_named_by_its_settings():
+    one = setting().config("cifar10", 0.1, 42, "fedobp", options={"q": 0.9})
+    assert Case(one).name.startswith("cifar10-dir0.1-fedobp-0.9-seed42-")
+    same = setting().config("cifar10", 0.1, 42, "fedobp", options={"q": 0.9})
+    other = setting(rounds=100).config("cifar10", 0.1, 42, "fedobp", options={"q": 0.9})
+    assert Case(one).name == Case(same, {"more": 1}).name != Case(other).name
+
+
+def test_the_first_seed_of_all_datasets_comes_first(monkeypatch):
+    monkeypatch.setattr("fedobp.paper.experiment.Setting.available", ("cifar10", "mnist"))
+    found = setting(datasets=("cifar10", "svhn", "mnist"), seeds=(42, 43))
+    assert list(found.points()) == [("cifar10", 0.1, 42), ("mnist", 0.1, 42), ("cifar10", 0.1, 43), ("mnist", 0.1, 43)]
+    assert found.missing == ["SVHN is not installed, so its cells are empty: fedobp data fetch svhn"]
+
+
+def test_what_was_measured_once_is_kept(tmp_path):
+    work, calls = Work(tmp_path), []
+
+    def compute():
+        calls.append(1)
+        return {"results": [{"a": 1.5, "b": "x"}], "drift": [{"step": 1}]}
+
+    first = work.once("theory", "digits-dir0.1-smoke", compute)
+    assert work.once("theory", "digits-dir0.1-smoke", compute) == first
+    assert len(calls) == 1
+    over = Work(tmp_path, until=0.0)
+    assert over.once("theory", "digits-dir0.1-smoke", compute) == first
+    assert over.once("theory", "digits-dir0.5-smoke", compute) == {}
+    assert over.notes == ["digits-dir0.5-smoke is not measured: the time is over, call the same command again"]
+    assert len(calls) == 1
+
+
+def test_a_setting_in_words():
+    assert describe_setting(setting(), trains=True) == (
+        "Scale full; CIFAR10; Dirichlet(0.1); 400 rounds; seed 42, partition seed 42."
+    )
+    smoke = describe_setting(setting(scale="smoke", seeds=(42, 43)), trains=False)
+    assert "rounds" not in smoke
+    assert "seeds 42 to 43" in smoke
+    assert smoke.endswith("this shows that everything runs, and says nothing about the methods.")
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_tables_and_figures_are_made_without_any_result(name):
+    """A dataset that is missing leaves cells empty, and nothing fails."""
+    experiment = EXPERIMENTS[name]
+    files = {stem: [] for stem in ("results", "history", "layers", "clients", "entries", "drift")}
+    found = setting_for(experiment)
+    assert all(table.markdown() and table.latex() for table in experiment.tables(found, files))
+    experiment.figures(found, files)
