@@ -44,7 +44,7 @@ fedobp.cli.app.app = lambda **_: stop(signal.SIGTERM)
 """,
     "within typer, by SIGTERM": """
 import fedobp.cli.app
-fedobp.cli.compare._refuse_flags = lambda *_: stop(signal.SIGTERM)
+fedobp.cli.compare.refuse_flags = lambda *_: stop(signal.SIGTERM)
 sys.argv = ["fedobp", "compare", "--config", "none.toml"]
 """,
     "in an import": """

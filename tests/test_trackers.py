@@ -38,7 +38,7 @@ def expected_results(result):
     found = result.to_json()
     groups = ("accuracy", "last", "personal", "bytes", "compute")
     numbers = {f"result/{group}/{name}": value for group in groups for name, value in found[group].items()}
-    return numbers | {"result/seconds": found["seconds"]}
+    return numbers | {"result/seconds": found["seconds"], "result/parameters": found["parameters"]}
 
 
 def tracked(tracker, tmp_path):
