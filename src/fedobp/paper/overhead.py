@@ -51,6 +51,7 @@ SCORES = {
     "selection": "threshold, the same for all",
 }
 EPOCHS, BATCH = 5, 32
+_FEWEST = 5  # repetitions
 
 
 class PeakMemory(TorchDispatchMode):
@@ -94,7 +95,7 @@ def operations(entries: int, samples: int, per_sample: float) -> dict[str, float
 
 
 def measure_client(config: Config, model: Model, samples: int, seconds: float) -> list[dict[str, Any]]:
-    """Measure the scores of one client with random images; each for about as many seconds."""
+    """Measure the scores of one client with random images, in turn, for about as many seconds."""
     device, dtype = torch.device(config.device), dtype_of(config.precision)
     generator = torch.Generator().manual_seed(0)
     before = model.initial(0).to(device, dtype)
@@ -138,26 +139,33 @@ def measure_client(config: Config, model: Model, samples: int, seconds: float) -
     }
     per_sample = cost(model, stacked(model, Grouped), BATCH, dtype).flops / BATCH
     counted = operations(model.layout.size, samples, per_sample)
-    found = []
-    for name, step in steps.items():
-        step()  # a warm-up
-        with PeakMemory() as memory:
-            step()
-        times: list[float] = []
-        until = time.perf_counter() + seconds
-        while len(times) < 3 or time.perf_counter() < until:
+    memory = {name: _peak_of(step) for name, step in steps.items()}  # a warm-up, too
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    until = time.perf_counter() + seconds
+    # In turn: what else the machine does meets all alike.
+    while len(times["training"]) < _FEWEST or time.perf_counter() < until:
+        for name, step in steps.items():
             begun = clock(device)
             step()
-            times.append(clock(device) - begun)
-        found.append(
-            {
-                "dataset": config.dataset, "score": name, "network": model.name, "parameters": model.layout.size,
-                "samples": samples, "seconds": statistics.median(times), "repeats": len(times),
-                "operations": counted.get(name), "peak_bytes": memory.peak, "device": _device_name(device),
-                "threads": torch.get_num_threads(), "torch": torch.__version__,
-            }
-        )  # fmt: skip
-    return found
+            times[name].append(clock(device) - begun)
+    common = {
+        "network": model.name, "parameters": model.layout.size, "samples": samples, "repeats": len(times["training"]),
+        "device": _device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__,
+    }  # fmt: skip
+    return [
+        {
+            "dataset": config.dataset, "score": name, "seconds": statistics.median(times[name]),
+            "operations": counted.get(name), "peak_bytes": memory[name], **common,
+        }
+        for name in steps
+    ]  # fmt: skip
+
+
+def _peak_of(step: Callable[[], Tensor]) -> int:
+    step()
+    with PeakMemory() as memory:
+        step()
+    return memory.peak
 
 
 def _device_name(device: torch.device) -> str:
@@ -178,7 +186,7 @@ def measure(setting: Setting, work: Work) -> Files:
         shape = (1, *facts.shape) if len(facts.shape) == 2 else (facts.shape[2], *facts.shape[:2])
         model = Model(config.model, shape, facts.classes)
         samples = round(0.75 * facts.samples / config.clients)
-        rows += measure_client(config, model, samples, 0.2 if setting.scale == "smoke" else 2.0)
+        rows += measure_client(config, model, samples, 1.0 if setting.scale == "smoke" else 20.0)
     return {"results": rows}
 
 
