@@ -59,7 +59,8 @@ class PeakMemory(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = self._now = 0
+        self.peak = 0
+        self._now = 0
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(
@@ -163,7 +164,8 @@ def measure_client(config: Config, model: Model, samples: int, seconds: float) -
 
 def _peak_of(step: Callable[[], Tensor]) -> int:
     step()
-    with PeakMemory() as memory:
+    memory = PeakMemory()
+    with memory:
         step()
     return memory.peak
 
