@@ -12,7 +12,7 @@ from fedobp import FedobpError
 from fedobp.algorithms import METHODS
 from fedobp.csv_rows import write_rows
 from fedobp.paper.claims import Evidence, read_evidence
-from fedobp.paper.docs import pages
+from fedobp.paper.docs import draw, pages
 from fedobp.run import Run
 
 ROOT = Path(__file__).parent.parent
@@ -107,6 +107,16 @@ def test_smoke_results_never_enter_the_pages(tmp_path):
     written = pages(read_evidence([tmp_path]), tmp_path / "docs")
     assert set(written) == {tmp_path / "docs" / "results.md", tmp_path / "docs" / "claims.md"}
     assert "digits" not in written[tmp_path / "docs" / "results.md"]
+
+
+def test_curves_are_drawn_from_the_result_files(tmp_path):
+    (tmp_path / "methods" / "curves").mkdir(parents=True)
+    evidence = read_evidence([ROOT / "results"])
+    evidence.results = [one for one in evidence.results if one["method"] in ("fedobp", "apfl")]
+    draw(evidence, tmp_path)
+    curves = {path.name: path.read_text() for path in (tmp_path / "methods" / "curves").iterdir()}
+    assert set(curves) == {"all-cifar10.svg", "apfl.svg", "fedobp.svg"}
+    assert all(name in curves["apfl.svg"] for name in ("apfl, as published", "fedobp", "accuracy, per cent"))
 
 
 def test_results_without_a_place_on_the_page_are_an_error(tmp_path):

@@ -12,7 +12,9 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
 from fedobp.algorithms import METHODS
 from fedobp.errors import FedobpError
@@ -102,17 +104,6 @@ def parts(name: str, runs: Runs) -> tuple[Runs, Runs]:
     return mine, {key: runs[key] for key in ("fedavg", "local", "fedobp") if key in runs and key != name}
 
 
-def plotting() -> Any:
-    """Return pyplot, set up for small files with reproducible bytes."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "fedobp", "svg.fonttype": "none"}
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def points(history: Sequence[Row], run: str) -> tuple[list[int], list[float]]:
     """Return a run's evaluated rounds, and the pooled accuracies."""
     rows = where(history, run=run)
@@ -121,8 +112,8 @@ def points(history: Sequence[Row], run: str) -> tuple[list[int], list[float]]:
 
 def draw_curve(file: Path, history: Sequence[Row], lines: Runs, beside: Runs) -> None:
     """Draw pooled accuracy by round: a method's runs, and in grey those of others."""
-    pyplot = plotting()
-    figure, axes = pyplot.subplots(figsize=(6.4, 3.2), layout="constrained")
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    axes = figure.subplots()
     for (name, rows), shade in zip(beside.items(), ["0.75", "0.55", "0.35"], strict=False):
         axes.plot(*points(history, rows[0]["run"]), color=shade, linewidth=1, label=name)
     for at, (name, rows) in enumerate(lines.items()):
@@ -132,16 +123,15 @@ def draw_curve(file: Path, history: Sequence[Row], lines: Runs, beside: Runs) ->
     axes.set(xlabel="round", ylabel="accuracy, per cent")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
-    figure.savefig(file, metadata={"Date": None})
-    pyplot.close(figure)
+    _save(figure, file)
 
 
 def draw_overview(file: Path, dataset: str, alpha: float, runs: Runs) -> None:
     """Draw all methods, the best on top: as served, the other models of a client, and the published values."""
-    pyplot = plotting()
     order = sorted(runs, key=lambda name: float(mean(runs[name], "served")))
     keys = [name.replace(AS_PUBLISHED, "-as-published") for name in order]
-    figure, axes = pyplot.subplots(figsize=(7.2, 0.21 * len(order) + 1), layout="constrained")
+    figure = Figure(figsize=(7.2, 0.21 * len(order) + 1), layout="constrained")
+    axes = figure.subplots()
     shown = [("finetuned", "after 5 epochs", "+", "0.45"), ("last", "own last model", "x", "0.65")]
     for model, label, marker, colour in [*shown, ("served", "as served", "o", "C0")]:
         axes.scatter([float(mean(runs[name], model)) for name in order], keys, marker=marker, color=colour, label=label)
@@ -156,8 +146,13 @@ def draw_overview(file: Path, dataset: str, alpha: float, runs: Runs) -> None:
     axes.grid(axis="y", color="0.92")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize="small", reverse=True)
-    figure.savefig(file, metadata={"Date": None})
-    pyplot.close(figure)
+    _save(figure, file)
+
+
+def _save(figure: Figure, file: Path) -> None:
+    """Write a small SVG file, with the same bytes each time."""
+    with rc_context({"svg.hashsalt": "fedobp", "svg.fonttype": "none"}):
+        figure.savefig(file, metadata={"Date": None})
 
 
 def pages(evidence: Evidence, docs: Path) -> dict[Path, str]:

@@ -135,14 +135,14 @@ class Work:
         """Return rows that are computed once and kept in files; {} if the time is over."""
         folder = self.folder / name / "parts"
         kept = {path.stem.removeprefix(f"{key}."): path for path in sorted(folder.glob(f"{key}.*.csv"))}
-        if kept:
+        if "results" in kept:  # the last to be written
             return {name: read_rows(path) for name, path in kept.items()}
         if self.is_over:
             self.notes.append(f"{key} is not measured: the time is over, call the same command again")
             return {}
         folder.mkdir(parents=True, exist_ok=True)
         found = compute()
-        for stem, rows in found.items():
+        for stem, rows in sorted(found.items(), key=lambda item: item[0] == "results"):
             write_rows(folder / f"{key}.{stem}.csv", rows)
         return found
 
