@@ -37,7 +37,7 @@ Row = dict[str, Any]
 Files = dict[str, list[Row]]  # tidy rows, by the name of their file without .csv
 
 FIRST_SEED = 42
-_MOST = 32  # runs of a launch: one that does not end in time is trained again whole
+_MOST = 16  # runs of a launch: one that does not end in time is trained again whole
 _ROUNDS = {"short": 100, "full": 400}
 _SMOKE_GRID = (0.0, 0.9, 0.99, 0.999, 1.0)
 
