@@ -186,9 +186,18 @@ def test_parts_of_different_sweeps_are_not_collected(tmp_path):
     assert not (tmp_path / "all").exists()
 
 
-def test_sequential_methods_have_launches_of_their_own(tmp_path):
-    plan, _, _ = plan_folder(tmp_path / "sweep.toml", grid(seeds=(1,), methods=("fedavg", "seqfededt", "local")))
-    assert plan.launches == [["fedavg-seed1", "local-seed1"], ["seqfededt-seed1"]]
+def test_methods_of_different_kinds_have_launches_of_their_own(tmp_path):
+    """Also in the modes of one method: FedALA as published passes a model from client to client."""
+    methods = ("fedavg", "seqfededt", "local", "fedpac", "pfedme", "fedprox")
+    runs = grid(seeds=(1,), methods=methods)
+    runs["ala"] = Config(**SMALL, method="fedala")
+    runs["ala-published"] = Config(**SMALL, method="fedala", options={"mode": "as-published"})
+    plan, _, _ = plan_folder(tmp_path / "sweep.toml", runs)
+    assert plan.launches == [
+        ["fedavg-seed1", "local-seed1", "fedprox-seed1"],
+        ["seqfededt-seed1", "ala-published"],
+        ["fedpac-seed1", "pfedme-seed1", "ala"],
+    ]
     assert not (tmp_path / "sweep.toml").exists()
 
 

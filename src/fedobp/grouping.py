@@ -11,9 +11,11 @@ from fedobp.config import Config
 from fedobp.data import PARTITIONERS, Dataset, FederatedData, partitioner
 from fedobp.engine import Engine, Lanes, Serial, caught, dtype_of, memory_of
 from fedobp.errors import FedobpError
-from fedobp.method import Method
+from fedobp.method import Method, RoundContext, Sweep, Train
 from fedobp.models import Model
 from fedobp.resolution import model_for
+
+Kind = Literal["plain", "custom", "sequential"]
 
 
 def memory_for(config: Config, what: Literal["lane", "store"]) -> float:
@@ -70,12 +72,12 @@ def group_launches(
 ) -> list[list[int]]:
     """Return which runs share a launch: all that can, as many at once as have memory for their clients' state.
 
-    Methods that visit clients in turn are kept apart: their many short steps would hold up all others. `memory` is in
+    Methods of different kinds are kept apart: what trains in many short steps would hold up all others. `memory` is in
     bytes, by default that of the configuration; `most` is the most runs in a launch.
     """
     groups: dict[object, list[int]] = {}
     for run, (config, method) in enumerate(zip(configs, methods, strict=True)):
-        groups.setdefault((_launch_key(config), method.sequential), []).append(run)
+        groups.setdefault((_launch_key(config), _kind(config, method)), []).append(run)
     launches = []
     for group in groups.values():
         members = [configs[run] for run in group]
@@ -84,6 +86,19 @@ def group_launches(
         size = min(size, most or size)
         launches += [group[at : at + size] for at in range(0, len(group), size)]
     return launches
+
+
+def _kind(config: Config, method: Method) -> Kind:
+    """Return how a method trains: clients in turn, with functions of its own, or as the engine does best."""
+    if method.sequential:
+        return "sequential"
+    model, clients = Model("mlp", (4,), 2), torch.arange(2)
+    ctx = RoundContext(model, 1, config.rounds, len(clients), config.epochs, clients)
+    program = caught(lambda: [*method.client_update(ctx), *method.personalize(ctx)])
+    if isinstance(program, BaseException):  # a plugin that needs more than this context: it will say so in its run
+        return "custom"
+    custom = any(isinstance(item, Sweep) or (isinstance(item, Train) and item.loss is not None) for item in program)
+    return "custom" if custom else "plain"
 
 
 def check_launches(launches: Sequence[Sequence[int]], configs: Mapping[int, Config]) -> None:
