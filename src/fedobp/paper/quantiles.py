@@ -133,7 +133,7 @@ def quantile_figures(setting: Setting, files: Files) -> "dict[str, Figure]":
             _sweep_line(ax, grid, by_quantile(files["results"], dataset, alpha), label=f"Dir({alpha:g})", **look)
             ax.axvline(grid.index(published_q(dataset, alpha)), color=look["color"], linestyle=":", linewidth=0.8)
         quantile_axis(ax, grid)
-        ax.set(title=title(dataset), xlabel="q (dotted: the paper's)")
+        ax.set(title=title(dataset), xlabel="q (dotted: the paper's, or the default)")
     legend(figure, axes, 2)
     return {"figure": figure}
 
