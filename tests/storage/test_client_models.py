@@ -11,6 +11,7 @@ from fedobp import Config, Federation, FedobpError, load_state_dict
 from fedobp.data import data_dir, load, partition
 from fedobp.models import Layout
 from fedobp.storage import ClientModels
+from fedobp.storage.tensor_file import read_tensors, write_tensors
 
 LAYOUT = Layout(("fc.weight", "classifier.bias"), ((2, 3), (4,)))
 SHARED = torch.arange(10.0)
@@ -167,7 +168,7 @@ def test_where_only_the_global_model_was_saved_there_are_no_clients(tmp_path):
 
 @pytest.mark.parametrize("client", [None, 0])
 def test_a_folder_without_models_is_refused(tmp_path, client):
-    sentence = r"models holds no readable models \(.*\): give the folder of a run that saved them"
+    sentence = r"models holds no models: give the folder of a run that saved them"
     for folder in (tmp_path / "absent", tmp_path, str(tmp_path)):
         with pytest.raises(FedobpError, match=sentence):
             load_state_dict(folder, client)
@@ -183,14 +184,14 @@ def test_a_damaged_file_is_refused(tmp_path, name, damage):
     path.unlink()
     if damage in changed:
         path.write_bytes(changed[damage])
-    with pytest.raises(FedobpError, match="holds no readable models"):
+    with pytest.raises(FedobpError, match=r"is damaged|holds no models|cannot read .*clients\.safetensors"):
         load_state_dict(tmp_path, 0)
 
 
 def test_a_safetensors_file_without_our_metadata_is_refused(tmp_path):
     (tmp_path / "models").mkdir()
     save_file({"weight": torch.zeros(3)}, tmp_path / "models" / "global.safetensors")
-    with pytest.raises(FedobpError, match="holds no readable models"):
+    with pytest.raises(FedobpError, match="is damaged, or is not fedobp's"):
         load_state_dict(tmp_path)
 
 
@@ -207,9 +208,18 @@ def test_a_safetensors_file_without_our_metadata_is_refused(tmp_path):
 )
 def test_clients_that_do_not_fit_the_global_model_are_refused(tmp_path, entries):
     saved(tmp_path, two=(1, 7))
-    save_file(entries, tmp_path / "models" / "clients.safetensors")
-    with pytest.raises(FedobpError, match="holds no readable models"):
+    _, about = read_tensors(tmp_path / "models" / "global.safetensors")
+    write_tensors(tmp_path / "models" / "clients.safetensors", entries, {"global": about["sha256"]})
+    with pytest.raises(FedobpError, match=r"the models in .* are damaged"):
         load_state_dict(tmp_path, 0)
+
+
+def test_files_of_two_runs_are_refused(tmp_path):
+    for name, entries in (("a", (1, 7)), ("b", (2,))):
+        saved(tmp_path / name, two=entries)
+    write_tensors(tmp_path / "a" / "models" / "clients.safetensors", {"0.vector": torch.zeros(10)}, {"global": "other"})
+    with pytest.raises(FedobpError, match="are not of one run"):
+        load_state_dict(tmp_path / "a", 0)
 
 
 # Models of real runs.

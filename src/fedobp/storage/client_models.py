@@ -5,7 +5,6 @@ On disk (safetensors, no pickle): `global.safetensors` holds the global model as
 entries are personal.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedobp.errors import FedobpError
-from fedobp.files import unwritable, write
+from fedobp.errors import FedobpError, described
+from fedobp.files import unwritable
 from fedobp.models import Layout
+from fedobp.storage.tensor_file import read_tensors, write_tensors
 
 
 class ClientModels:
@@ -59,19 +59,15 @@ class ClientModels:
 
     def save(self, folder: Path, *, clients: bool, about: Mapping[str, Any]) -> None:
         """Write the global model with the metadata `about`, and, with `clients`, all clients' entries."""
-        from safetensors.torch import save
-
         try:
             folder.mkdir(parents=True)
         except OSError as error:
             raise unwritable(folder, error) from error
-        # One metadata key: safetensors writes several in no fixed order, and equal runs must have equal bytes.
-        about = {**about, "names": self._layout.names, "clients": sorted(self._clients) if clients else []}
-        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        write(folder / "global.safetensors", save(tensors, metadata={"fedobp": json.dumps(about)}))
+        about = {**about, "names": list(self._layout.names), "clients": sorted(self._clients) if clients else []}
+        checksum = write_tensors(folder / "global.safetensors", self.state_dict(), about)
         if clients:
             entries = {f"{i}.{name}": value for i, record in self._clients.items() for name, value in record.items()}
-            write(folder / "clients.safetensors", save(entries))
+            write_tensors(folder / "clients.safetensors", entries, {"global": checksum})
 
 
 def load_state_dict(run: str | Path, client: int | None = None) -> dict[str, Tensor]:
@@ -79,28 +75,26 @@ def load_state_dict(run: str | Path, client: int | None = None) -> dict[str, Ten
 
     `run` is a run's folder, the one that holds `models/`.
     """
-    from safetensors import SafetensorError, safe_open
-
     folder = Path(run) / "models"
+    if not (folder / "global.safetensors").exists():
+        raise FedobpError(f"{folder} holds no models: give the folder of a run that saved them (--save-models all)")
+    found, about = read_tensors(folder / "global.safetensors")
     try:
-        with safe_open(folder / "global.safetensors", framework="pt") as file:
-            about = json.loads(file.metadata()["fedobp"])
-            tensors = {name: file.get_tensor(name) for name in about["names"]}
+        tensors = {name: found[name] for name in about["names"]}
         if client is None:
             return tensors
         if client not in about["clients"]:
             raise _no_client(client, about["clients"])
-        with safe_open(folder / "clients.safetensors", framework="pt") as file:
-            kept = [key for key in file.keys() if key.startswith(f"{client}.")]  # noqa: SIM118 (not a mapping)
-            record = {key.partition(".")[2]: file.get_tensor(key) for key in kept}
+        entries, of_clients = read_tensors(folder / "clients.safetensors")
+        if of_clients.get("global") != about["sha256"]:
+            raise FedobpError(f"the files in {folder} are not of one run: take another copy of both")
+        record = {name.partition(".")[2]: value for name, value in entries.items() if name.startswith(f"{client}.")}
         if not record:
             raise ValueError(f"client {client} is missing")
         layout = Layout(tuple(tensors), tuple(tuple(tensor.shape) for tensor in tensors.values()))
         return _state_dict(layout, layout.flatten(tensors), record)
-    except (OSError, SafetensorError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-        raise FedobpError(
-            f"{folder} holds no readable models ({error}): give the folder of a run that saved them (--save-models all)"
-        ) from error
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        raise FedobpError(f"the models in {folder} are damaged ({described(error)}): take another copy") from error
 
 
 def _state_dict(layout: Layout, shared: Tensor, record: Mapping[str, Tensor]) -> dict[str, Tensor]:
