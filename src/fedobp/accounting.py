@@ -48,6 +48,16 @@ class Accounting:
         self.processed += sum(cost.processed for cost in costs)
         self.samples += sum(cost.samples for cost in costs)
 
+    def totals(self) -> dict[str, int]:
+        """Return the sums so far, which `restore` takes."""
+        names = ("bytes_down", "bytes_up", "processed", "samples")
+        return {name: getattr(self, name) for name in names}
+
+    def restore(self, totals: Mapping[str, int]) -> None:
+        """Go on from the sums of a checkpoint."""
+        for name, value in totals.items():
+            setattr(self, name, int(value))
+
     @property
     def pending(self) -> int:
         """How many rounds have ended and are not settled."""

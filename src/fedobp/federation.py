@@ -9,6 +9,7 @@ import torch
 
 from fedobp.algorithms import METHODS, is_declared, method_class, register_method
 from fedobp.callbacks import Callback, check_callbacks
+from fedobp.checkpoint import Interval
 from fedobp.config import Config, run_name
 from fedobp.data import (
     Dataset,
@@ -137,12 +138,15 @@ class Federation:
         out: str | Path | None = None,
         progress: Callable[[Progress], None] | None = None,
         callbacks: Sequence[Callback] = (),
+        checkpoint_every: int | None = None,
+        resume: bool = False,
         **options: Option,
     ) -> Result:
         """Train a method (the configuration's, unless another is given, by name or as a class) and return its result.
 
-        `options` are the method's own, such as `q=0.999`. With `out`, the run is written to that folder.
-        `callbacks` are called after every round and at the end.
+        `options` are the method's own, such as `q=0.999`. With `out`, the run is written to that folder, with a
+        checkpoint every minute, or every `checkpoint_every` rounds (0: none); with `resume`, a run that was interrupted
+        goes on in it. `callbacks` are called after every round and at the end.
         """
         method = register_method(method) if isinstance(method, type) else method
         callbacks = check_callbacks(callbacks)
@@ -152,7 +156,9 @@ class Federation:
             config = replace(config, method=method or config.method, options={**kept, **options})
             config, configured = with_method(config, self.source)
         plan = self.plan(config, configured, None if out is None else folder_path(out))
-        [result] = train_side_by_side([plan], progress or (lambda _: None), callbacks=callbacks)
+        interval = Interval(checkpoint_every)
+        shown = progress or (lambda _: None)
+        [result] = train_side_by_side([plan], shown, callbacks=callbacks, interval=interval, resume=resume)
         if isinstance(result, BaseException):
             raise result
         return result

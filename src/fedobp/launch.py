@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 from fedobp import plugins
 from fedobp.algorithms import attributing_errors
 from fedobp.callbacks import Callback, report_end
+from fedobp.checkpoint import NEVER, Checkpoints, Interval, PastRun, common_round, note_failure, remove
 from fedobp.config import Config
 from fedobp.data import FederatedData
 from fedobp.engine import (
@@ -30,6 +31,7 @@ from fedobp.method import CohortUpdate, Method
 from fedobp.models import Model
 from fedobp.result import Result
 from fedobp.run import Run
+from fedobp.storage import clear
 
 T = TypeVar("T")
 Round = Generator[ClientJob, CohortUpdate, None]
@@ -46,6 +48,10 @@ class Progress:
     rounds: int
     accuracy: float | None  # pooled, of the newest evaluation
     run: int = 0  # which of several runs
+
+
+class StopTraining(Exception):
+    """Raised by a function that is told the progress: training stops after this round, with a checkpoint."""
 
 
 class RunPlan(NamedTuple):
@@ -75,8 +81,9 @@ def simulate(
     keep_models: bool = True,
     launch: Sequence[tuple[str, Config]] = (),
     callbacks: Sequence[Callback] = (),
+    continued_at: int = 0,
 ) -> Simulation:
-    """Return a run with its clients, before round 1."""
+    """Return a run with its clients, before round 1; or as it goes on after a round, before its state is restored."""
     config, method, model, data, partition, out, notes, _ = plan
     theta = model.initial(config.seed).to(data.x.device, data.dtype)
     initial = method.init(model, theta, config.seed)
@@ -99,6 +106,7 @@ def simulate(
         launch=launch,
         notes=notes,
         clients=data.describe_clients(),
+        continued_at=continued_at,
         callbacks=callbacks,
     )
     return Simulation(run, clients)
@@ -107,17 +115,52 @@ def simulate(
 class Launch:
     """Runs that train side by side, by position; a run that fails leaves the others alone."""
 
-    def __init__(self, plans: Sequence[RunPlan], keep_models: bool, callbacks: Sequence[Callback] = ()) -> None:
+    def __init__(
+        self,
+        plans: Sequence[RunPlan],
+        keep_models: bool,
+        callbacks: Sequence[Callback] = (),
+        interval: Interval = NEVER,
+        resume: bool = False,
+    ) -> None:
         first, runs = plans[0], [(plan.name, plan.config) for plan in plans]
         batch = batch_size_for(first.config, [plan.data for plan in plans])
         self._plans, self._callbacks = plans, callbacks
         self.engine = engine_for(first.config, first.model, batch)
         self._outcomes: dict[int, Result | BaseException] = {}
         self.active: dict[int, Simulation] = {}
+        self._interval, self._checkpoints = interval, dict[int, Checkpoints]()
+        names = [plan.name for plan in plans]
+        past = [
+            PastRun(plan.out, plan.config, plan.partition, names) if resume and plan.out else None for plan in plans
+        ]
+        self.round = common_round(past)  # the newest that is complete: the runs go on after it
         budget = Budget(memory_for(first.config, "store"))
         for at, plan in enumerate(plans):
-            if one := self.attempt(at, partial(simulate, plan, self.engine, budget, keep_models, runs, callbacks)):
+            known = past[at]
+            if known and known.is_over(self.round):
+                self._outcomes[at] = known.outcome()
+                continue
+            if known and known.is_finished:
+                plan = plan._replace(out=None)  # it trains beside the others again, and is not written again
+            elif known and not self.round:
+                clear(known.folder)
+            start = partial(simulate, plan, self.engine, budget, keep_models, runs, callbacks, self.round)
+            if one := self.attempt(at, start):
                 self.active[at] = one
+                folder = plans[at].out
+                if folder and interval != NEVER:
+                    self._checkpoints[at] = Checkpoints(folder, one.run, one.clients, names)
+                    if self.round:
+                        self.attempt(at, partial(self._checkpoints[at].restore, self.round))
+
+    def save(self, number: int, *, now: bool = False) -> None:
+        """Take checkpoints of all active runs if they are due after a round, or `now`."""
+        if self._checkpoints and (now or self._interval.is_due(number)):
+            for at in list(self.active):
+                if at in self._checkpoints:
+                    self.attempt(at, partial(self._checkpoints[at].save, number))
+            self._interval.taken()
 
     def attempt(self, at: int, step: Callable[[], T]) -> T | None:
         """Take a step of a run; what it raises ends this run alone."""
@@ -133,6 +176,8 @@ class Launch:
         done = caught(attributed)
         if not isinstance(done, BaseException):
             return done
+        if folder := self._plans[at].out:
+            note_failure(folder, self.round + 1, done)
         self._end(at, done)
         if len(self._plans) > 1:  # the others need the memory that its frames hold
             for error in (done, done.__cause__):
@@ -182,12 +227,20 @@ class Launch:
         """Train the jobs of all runs in one engine call."""
         return dict(zip(jobs, self.engine.try_train(list(jobs.values()), prepared), strict=True))
 
-    def results(self) -> list[Result | BaseException]:
-        """Return each run's result, or what ended it."""
+    def finish(self) -> None:
+        """End the runs that have trained all their rounds."""
         for at, one in list(self.active.items()):
-            if result := self.attempt(at, one.run.result):
+            if one.run.config.rounds <= self.round and (result := self.attempt(at, one.run.result)):
                 self._end(at, result)
-        return [self._outcomes[at] for at in range(len(self._plans))]
+
+    def results(self) -> list[Result | BaseException]:
+        """Return each run's result, or what ended it; without failures, checkpoints are needed no more."""
+        found = [self._outcomes[at] for at in range(len(self._plans))]
+        if all(isinstance(one, Result) for one in found):
+            for plan in self._plans:
+                if plan.out:
+                    remove(plan.out)
+        return found
 
 
 def _start(run: Run, planned: Planned) -> Round:
@@ -211,12 +264,17 @@ def train_side_by_side(
     progress: Callable[[Progress], None],
     keep_models: bool = True,
     callbacks: Sequence[Callback] = (),
+    interval: Interval = NEVER,
+    resume: bool = False,
 ) -> list[Result | BaseException]:
-    """Take runs through their rounds; return each run's result, or what ended it."""
+    """Take runs through their rounds; return each run's result, or what ended it.
+
+    Runs with a folder take checkpoints at an `interval`. With `resume`, they go on from those that their folders hold.
+    """
     if not plans:
         return []
     started = time.perf_counter()
-    launch = Launch(plans, keep_models, callbacks)
+    launch = Launch(plans, keep_models, callbacks, interval, resume)
     try:
         _train(launch, progress, started)
         return launch.results()
@@ -227,8 +285,9 @@ def train_side_by_side(
 
 def _train(launch: Launch, progress: Callable[[Progress], None], last: float) -> None:
     """Run all rounds: the jobs of all runs are trained in one engine call."""
-    plan, prepared = launch.plan(1), None
-    for number in count(1):
+    stop: StopTraining | None = None
+    plan, prepared = launch.plan(launch.round + 1), None
+    for number in count(launch.round + 1):
         if not plan:
             return
         started, before = time.perf_counter(), launch.engine.counters
@@ -243,11 +302,19 @@ def _train(launch: Launch, progress: Callable[[Progress], None], last: float) ->
             clock = time.perf_counter()
             updates = launch.train(jobs)
             training += time.perf_counter() - clock
+        launch.round = number
         now, occupancy = time.perf_counter(), (launch.engine.counters - before).occupancy
         active = [at for at in rounds if at in launch.active]
         times = {"round": number, "train": training, "all": now - started, "runs": len(active), "occupancy": occupancy}
         for at in active:
             run = launch.active[at].run
             launch.attempt(at, partial(run.log_times, times, (now - last) / len(active)))  # each has an equal share
-            progress(Progress(run.config.method, number, run.config.rounds, run.accuracy, at))
+            try:
+                progress(Progress(run.config.method, number, run.config.rounds, run.accuracy, at))
+            except StopTraining as error:
+                stop = error
+        launch.finish()
+        launch.save(number, now=stop is not None)
+        if stop is not None:
+            raise stop
         last = now

@@ -1,7 +1,7 @@
 """One run: the server's side of a federation, round by round."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, get_args
@@ -14,7 +14,7 @@ from fedobp.callbacks import Callback, report_round
 from fedobp.config import Config, side_by_side
 from fedobp.engine import Budget, ClientJob, Store
 from fedobp.errors import FedobpError
-from fedobp.evaluation import Accuracy, NewClients, Report, ServerView, make_protocol
+from fedobp.evaluation import Accuracy, NewClients, Report, ServerView, make_protocol, report_from_json
 from fedobp.evaluation.evaluator import Keep
 from fedobp.method import CohortKind, CohortUpdate, InitialState, Method, RoundContext
 from fedobp.models import Model
@@ -51,6 +51,7 @@ class Run:
         launch: Sequence[tuple[str, Config]] = (),
         notes: Sequence[str] = (),
         clients: Sequence[Mapping[str, float]] = (),
+        continued_at: int = 0,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.config, self.method, self.model = config, method, model
@@ -59,14 +60,17 @@ class Run:
         self._sampler, self._evaluator, self._global_gradient = Sampler(config), evaluator, global_gradient
         self._protocol = make_protocol(config.protocol, config.rounds)
         self._models: ClientModels | None = None  # those of the last round
-        self._partition, self._metadata = partition, metadata or {}
+        self.partition, self._metadata = partition, metadata or {}
         self._keep_models = keep_models or (out is not None and config.save_models == "all")
         self._launch, self._callbacks = launch, callbacks  # `launch`: all runs that train side by side, by name
         self._notes = tuple(notes)  # what its folder does not hold
         self._clients, self._engine_note = clients, provenance  # `clients`: sizes and label entropy
-        # Last: a run that starts has a folder.
+        # Last: a run that starts has a folder. One that goes on after round `continued_at` has it already.
         names = [name for name, _ in launch]
-        self._folder = _open_folder(out, config, partition, names, notes, provenance) if out else None
+        self._folder = None
+        if out:
+            new = None if continued_at else _settings(config, partition, names, notes)
+            self._folder = RunFolder(out, new, provenance, continued_at)
 
     def plan(self, number: int) -> list[ClientJob]:
         """Return the jobs of a round, without downloads: a pure function of the round.
@@ -123,12 +127,15 @@ class Run:
         CUDA may still be working on this round: then it is logged when the next one is under way.
         """
         due = self.is_due(number)
-        unfinished = 1 if self.server["theta"].is_cuda and not due else 0
-        while self.accounting.pending > unfinished:
+        self._log_pending(1 if self.server["theta"].is_cuda and not due else 0, number if due else None)
+
+    def _log_pending(self, left: int, evaluated: int | None) -> None:
+        """Log pending rounds until `left` are pending; the last one is evaluated if its number is given."""
+        while self.accounting.pending > left:
             line = self.accounting.settle()
             try:
-                if due and not self.accounting.pending:
-                    self.reports.append(self._evaluate(number))
+                if evaluated is not None and not self.accounting.pending:
+                    self.reports.append(self._evaluate(evaluated))
                     line |= self.reports[-1].to_json()
             finally:  # what a round cost is logged even if fine-tuning diverges
                 if self._folder:
@@ -154,6 +161,23 @@ class Run:
     def accuracy(self) -> float | None:
         """The newest pooled accuracy."""
         return self.reports[-1].served.pooled if self.reports else None
+
+    def settle(self) -> None:
+        """Log the rounds whose numbers a device was still computing."""
+        self._log_pending(0, None)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of this run beside its tensors, as plain values; all rounds are settled."""
+        reports = [asdict(report) for report in self.reports]
+        return {"accounting": self.accounting.totals(), "reports": reports, "seconds": self.seconds}
+
+    def restore(self, server: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's snapshot."""
+        device = self.server["theta"].device
+        self.server = {name: tensor.to(device) for name, tensor in server.items()}
+        self.accounting.restore(values["accounting"])
+        self.reports = [report_from_json(report) for report in values["reports"]]
+        self.seconds = values["seconds"]
 
     def log_times(self, times: Mapping[str, float], seconds: float) -> None:
         """Log how long a round took, apart from its metrics, and add this run's share of it."""
@@ -194,7 +218,7 @@ class Run:
             seconds=self.seconds,
             models=models,
             parameters=self.model.layout.size,
-            partition=self._partition,
+            partition=self.partition,
             out=folder.path if folder else None,
             launch=tuple(one for _, one in self._launch),
             labels=tuple(self._metadata.get("labels", ())),
@@ -229,7 +253,7 @@ class Run:
         config, device = self.config, self.server["theta"].device
         return {
             "config": config.hash,
-            "partition": self._partition,
+            "partition": self.partition,
             "seed": config.seed,
             "protocol": config.protocol,
             **versions(),
@@ -241,10 +265,7 @@ class Run:
         }
 
 
-def _open_folder(
-    out: Path, config: Config, partition: str, launch: Sequence[str], notes: Sequence[str], provenance: str
-) -> RunFolder:
-    """Take a folder for a run, and write what runs there."""
+def _settings(config: Config, partition: str, launch: Sequence[str], notes: Sequence[str]) -> str:
+    """Return what `config.toml` says of a run."""
     said = "".join(f"# {note}\n" for note in notes)
-    settings = f"# Partition {partition}\n{said}{side_by_side(launch)}{config.to_toml()}"
-    return RunFolder(out, settings, provenance)
+    return f"# Partition {partition}\n{said}{side_by_side(launch)}{config.to_toml()}"

@@ -10,7 +10,7 @@ from typing import Any, cast
 from fedobp.config import Config, read_config
 from fedobp.csv_rows import read_rows
 from fedobp.errors import FedobpError, short
-from fedobp.evaluation import Accuracy, Confusion, Metric, Metrics, NewClients, Personal, make_protocol
+from fedobp.evaluation import Accuracy, Metrics, NewClients, Personal, make_protocol, metric_from_json
 from fedobp.files import regular
 from fedobp.result import Compute, Result, Results, Traffic
 
@@ -90,13 +90,8 @@ class SavedRun:
 def _accuracy(
     values: Mapping[str, float], metrics: Mapping[str, Any] | None, per_client: tuple[float | None, ...] = ()
 ) -> Accuracy:
-    read = {name: _metric(name, found) for name, found in (metrics or {}).items()}
+    read = {name: metric_from_json(name, found) for name, found in (metrics or {}).items()}
     return Accuracy(**values, metrics=cast(Metrics, read), per_client=per_client)
-
-
-def _metric(name: str, found: Mapping[str, Any]) -> Metric | Confusion:
-    kind = Confusion if name == "confusion" else Metric
-    return kind(**{**found, "per_client": tuple(found["per_client"])})
 
 
 def _no_result(path: Path) -> FedobpError:

@@ -8,6 +8,7 @@ from traceback import walk_tb
 from typing import Literal, get_args, overload
 
 from fedobp.callbacks import Callback, check_callbacks
+from fedobp.checkpoint import NEVER, Interval
 from fedobp.config import Config
 from fedobp.data import Dataset
 from fedobp.engine import caught
@@ -152,6 +153,8 @@ def sweep(
     keep_models: bool = True,
     launches: Sequence[Sequence[int]] | None = None,
     dataset: Dataset | None = None,
+    interval: Interval = NEVER,
+    resume: bool = False,
     failures: Literal["raise"] = "raise",
 ) -> Results[Result]: ...
 @overload
@@ -164,6 +167,8 @@ def sweep(
     keep_models: bool = True,
     launches: Sequence[Sequence[int]] | None = None,
     dataset: Dataset | None = None,
+    interval: Interval = NEVER,
+    resume: bool = False,
     failures: Literal["return"],
 ) -> Results[Result | Failure]: ...
 def sweep(
@@ -175,6 +180,8 @@ def sweep(
     keep_models: bool = True,
     launches: Sequence[Sequence[int]] | None = None,
     dataset: Dataset | None = None,
+    interval: Interval = NEVER,
+    resume: bool = False,
     failures: Failures = "raise",
 ) -> Results[Result] | Results[Result | Failure]:
     """Run many configurations, as many as possible at once, and return their results in the same order.
@@ -184,7 +191,8 @@ def sweep(
     writes nothing.
     Without `keep_models`, results hold the global model only, and not every client's. `launches` says which runs share
     a launch, by their positions in `configs`. A `dataset` in memory is that of all runs. `callbacks` are called by all
-    runs, which their configurations tell apart. A run that fails does not end the others: when they have finished,
+    runs, which their configurations tell apart. Runs with a folder take checkpoints at an `interval`; with `resume`, they
+    go on from those in their folders. A run that fails does not end the others: when they have finished,
     `SweepError` is raised, which holds their results. With `failures="return"` a `Failure` takes the place of the
     result instead.
     """
@@ -192,7 +200,7 @@ def sweep(
         raise unknown("value of `failures`", short(failures), get_args(Failures))
     callbacks = check_callbacks(callbacks)
     plan = configs if isinstance(configs, SweepPlan) else plan_sweep(configs, launches, dataset)
-    folders = None if out is None else _folders(out, len(plan.asked))
+    folders = None if out is None else _folders(out, len(plan.asked), resume)
     results: list[Result | None] = [None] * len(plan.asked)
     errors = dict(plan.failures)
     federation: Federation | None = None
@@ -212,7 +220,7 @@ def sweep(
             if progress:
                 progress(replace(at, run=runs[at.run]))
 
-        outcomes = train_side_by_side(list(plans.values()), report, keep_models, callbacks)
+        outcomes = train_side_by_side(list(plans.values()), report, keep_models, callbacks, interval, resume)
         for run, result in zip(plans, outcomes, strict=True):
             if isinstance(result, BaseException):
                 errors[run] = result
@@ -250,12 +258,12 @@ def _sentence(error: BaseException) -> str:
     return f"{described(error)} ({frame.f_code.co_filename}:{line})"
 
 
-def _folders(out: Sequence[str | Path | None], runs: int) -> list[Path | None]:
-    """Return the folders of a sweep's runs, each of its own and free, or say what is wrong with them."""
+def _folders(out: Sequence[str | Path | None], runs: int, resume: bool) -> list[Path | None]:
+    """Return the folders of a sweep's runs, each of its own and free (unless runs go on in them), or what is wrong."""
     if isinstance(out, str | Path) or len(out) != runs:
         raise FedobpError(f"`out` must name a folder for each of the {runs} runs")
     folders = [None if one is None else folder_path(one) for one in out]
     named = [folder for folder in folders if folder]
     if len(set(named)) < len(named):
         raise FedobpError("`out` names a folder twice: give each run one of its own")
-    return [folder and claim(folder) for folder in folders]
+    return folders if resume else [folder and claim(folder) for folder in folders]

@@ -66,6 +66,11 @@ class ClientPool:
         found = [self.last(client) for client in cohort.tolist()]
         return torch.stack([otherwise if theta is None else theta for theta in found])
 
+    @property
+    def stores(self) -> dict[str, Store]:
+        """What the clients keep between rounds, for a checkpoint."""
+        return {"state": self.state, "last": self._last}
+
     def dump(self, client: int) -> ClientSnapshot:
         """Return all that a client keeps."""
         return ClientSnapshot(self.state[client], self.last(client))

@@ -80,6 +80,7 @@ class Store:
         self._spilled: set[int] = set()
         self._mapped: dict[str, _Mapped] = {}
         self._size = sum(value.numel() * value.element_size() for value in start.values())
+        self.changed: set[int] = set()  # clients that were written since a checkpoint emptied this
 
     def __contains__(self, client: int) -> bool:
         return client in self._kept or client in self._spilled
@@ -99,7 +100,8 @@ class Store:
 
     def scatter(self, clients: Iterable[int], records: Tensors) -> None:
         """Write stacked records back. They are copied: a view of a stack would keep the whole stack in memory."""
-        here = []
+        here, clients = [], list(clients)
+        self.changed.update(clients)
         for position, client in enumerate(clients):
             if client in self._kept or (client not in self._spilled and self._budget.take(self._size)):
                 here.append((position, client))

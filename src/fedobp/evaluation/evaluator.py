@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from fedobp.engine import ClientPool, Engine, PersonalModels, PoolJob, diverged
 from fedobp.errors import FedobpError
 from fedobp.evaluation.metrics import Accuracy, ClientCounts, merge
 from fedobp.evaluation.new_clients import NewClients, evaluate_new_clients
-from fedobp.evaluation.scoring import Metrics, metrics_to_json
+from fedobp.evaluation.scoring import Metrics, metric_from_json, metrics_to_json
 from fedobp.evaluation.tester import ClientTester
 from fedobp.evaluation.view import ServerView
 from fedobp.method import Method, Train
@@ -61,6 +62,26 @@ class Report:
             "personal": asdict(self.personal),
             "personal_by_tensor": self.personal_by_tensor,
         }
+
+
+def report_from_json(values: Mapping[str, Any]) -> Report:
+    """Return a report from what `dataclasses.asdict` makes of it, after a way through JSON."""
+    names, new = ("served", "validation", "last", "finetuned"), values["new_clients"]
+    columns = {name: None if values[name] is None else _accuracy(values[name]) for name in names}
+    return Report(
+        **{
+            **values,
+            **columns,
+            "personal": Personal(**values["personal"]),
+            "new_clients": NewClients(**{name: _accuracy(column) for name, column in new.items()}) if new else None,
+            "personal_per_client": tuple(map(tuple, values["personal_per_client"])),
+        }
+    )
+
+
+def _accuracy(values: Mapping[str, Any]) -> Accuracy:
+    metrics = {name: metric_from_json(name, metric) for name, metric in values["metrics"].items()}
+    return Accuracy(**{**values, "metrics": metrics, "per_client": tuple(values["per_client"])})
 
 
 def metrics_of(columns: Mapping[str, Accuracy | None], new_clients: NewClients | None) -> dict[str, Metrics]:

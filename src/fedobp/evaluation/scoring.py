@@ -108,6 +108,12 @@ def metrics_to_json(columns: Mapping[str, Metrics], *, per_client: bool) -> dict
     return found
 
 
+def metric_from_json(name: str, values: Mapping[str, Any]) -> Metric | Confusion:
+    """Return a metric from its values as JSON has them."""
+    kind = Confusion if name == "confusion" else Metric
+    return kind(**{**values, "per_client": tuple(values["per_client"])})
+
+
 def _spread(pooled: float | None, per_client: Sequence[float | None]) -> Metric:
     defined = [value for one in per_client if (value := _finite(one)) is not None]
     values = torch.tensor(defined, dtype=torch.float64)

@@ -21,11 +21,11 @@ import torch
 
 from fedobp._version import __version__
 from fedobp.csv_rows import write_rows
-from fedobp.files import taken, unwritable, write_json, write_new
+from fedobp.files import taken, unwritable, write, write_json, write_new
 
 _RUN_FILES = (
     "config.toml", "compare.toml", "sweep.toml", "metrics.jsonl", "timings.jsonl", "clients.csv", "result.json",
-    "failed.json", "compare.json", "sweep.json", "models",
+    "failed.json", "compare.json", "sweep.json", "models", "checkpoint",
 )  # fmt: skip
 
 
@@ -67,10 +67,14 @@ def release(folder: Path, name: str, runs: Iterable[str], created: bool) -> bool
 def clear(folder: Path) -> None:
     """Remove the files of a run that did not finish."""
     for path in [*(folder / name for name in _RUN_FILES), *folder.glob(".*.part")]:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _run_files(folder: Path) -> list[Path]:
@@ -117,9 +121,24 @@ def provenance(engine: str = "") -> str:
 class RunFolder:
     """Writes one run's files into its folder."""
 
-    def __init__(self, folder: Path, config: str, engine: str = "") -> None:
+    def __init__(self, folder: Path, config: str | None, engine: str = "", continued_at: int = 0) -> None:
+        """Take a folder for a run with the settings `config`; or go on in it after a round, with what is logged."""
         head = f"# Run again with: fedobp run --config config.toml\n{provenance(engine)}"
-        self.path = claim(folder, "config.toml", head + config)
+        if config is None:
+            self.path = folder
+            self._cut(continued_at)
+        else:
+            self.path = claim(folder, "config.toml", head + config)
+
+    def _cut(self, number: int) -> None:
+        """Remove what was written after a round."""
+        for name in ("metrics", "timings"):
+            path = self.path / f"{name}.jsonl"
+            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+            if len(lines) > number:
+                write(path, b"".join(lines[:number]))
+        for name in ("clients.csv", "result.json", "failed.json", "models"):
+            _remove(self.path / name)
 
     def log(self, name: str, line: Mapping[str, Any]) -> None:
         """Append a line to `metrics.jsonl` or `timings.jsonl`; it is on disk before this returns."""

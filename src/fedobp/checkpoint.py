@@ -1,0 +1,250 @@
+"""Checkpoints of a run: all that its next round depends on, in files that are checked when they are read.
+
+A checkpoint of round R in a run's folder is `checkpoint/server-R.safetensors`: the server's tensors, and as metadata
+the sums and evaluations so far, and which file holds each client. What clients and their records hold is in
+`checkpoint/clients-R.safetensors`: only clients that changed since the checkpoint before. The server's file is written
+last, so a checkpoint exists whole or not at all. The newest two are kept, with the files of clients that they name.
+"""
+
+import json
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fedobp.config import Config
+from fedobp.engine import ClientPool, Store
+from fedobp.errors import FedobpError, short
+from fedobp.files import unwritable, write_json
+from fedobp.result import Result
+from fedobp.run import Run
+from fedobp.saved_runs import read_run
+from fedobp.storage import versions
+from fedobp.storage.tensor_file import read_tensors, write_tensors
+
+FOLDER = "checkpoint"
+_KEPT = 2  # checkpoints of a run
+
+
+class Clients(NamedTuple):
+    """The files of a checkpoint that hold clients: which one has each client, and their checksums, by round."""
+
+    rounds: dict[int, int]
+    checksums: dict[int, str]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """When checkpoints are taken: after so many rounds, or so many seconds of training."""
+
+    rounds: int | None = None  # 0: never
+    seconds: float = 60.0
+    _last: list[float] = field(default_factory=lambda: [time.monotonic()], repr=False, compare=False)
+
+    def is_due(self, number: int) -> bool:
+        """Say whether a checkpoint is due after a round."""
+        if self.rounds is not None:
+            return self.rounds > 0 and number % self.rounds == 0
+        return time.monotonic() - self._last[0] >= self.seconds
+
+    def taken(self) -> None:
+        """Note that a checkpoint was taken."""
+        self._last[0] = time.monotonic()
+
+
+NEVER = Interval(rounds=0)
+
+
+def identity(config: Config, partition: str) -> dict[str, Any]:
+    """Return what a run must have in common with a checkpoint to go on from it."""
+    return {"settings": config.hash, "partition": partition, **versions()}
+
+
+class Checkpoints:
+    """The checkpoints of one run, in its folder."""
+
+    def __init__(self, folder: Path, run: Run, clients: ClientPool, launch: Sequence[str]) -> None:
+        self._folder, self._run, self._clients = folder / FOLDER, run, clients
+        self._about = {**identity(run.config, run.partition), "launch": list(launch)}
+        self._known = Clients({}, {})
+        self._before: set[int] = set()  # files of clients that the checkpoint before names
+
+    @property
+    def _stores(self) -> dict[str, Store]:
+        return {"records": self._run.records, **self._clients.stores}
+
+    def save(self, number: int) -> None:
+        """Write a checkpoint after a round, and remove what neither of the newest two needs."""
+        self._run.settle()
+        stores = self._stores
+        changed = sorted(set[int]().union(*(store.changed for store in stores.values())))
+        try:
+            self._folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise unwritable(self._folder, error) from error
+        known = Clients({**self._known.rounds, **dict.fromkeys(changed, number)}, {**self._known.checksums})
+        if changed:
+            members = {name: [client for client in changed if client in store] for name, store in stores.items()}
+            tensors = {
+                f"{name}.{client}.{key}": value
+                for name, ids in members.items()
+                for client in ids
+                for key, value in stores[name][client].items()
+            }
+            path = _clients_file(self._folder, number)
+            known.checksums[number] = write_tensors(path, tensors, {"members": members})
+        in_use = set(known.rounds.values())
+        files = {at: checksum for at, checksum in known.checksums.items() if at in in_use}
+        about = {
+            **self._about,
+            "round": number,
+            "run": self._run.snapshot(),
+            "clients": {str(client): at for client, at in known.rounds.items()},
+            "files": {str(at): checksum for at, checksum in files.items()},
+        }
+        write_tensors(_server_file(self._folder, number), self._run.server, about)
+        self._before, self._known = set(self._known.checksums), Clients(known.rounds, files)
+        for store in stores.values():
+            store.changed.clear()
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        """Remove checkpoints but the newest two, and files of clients that neither of them names."""
+        for number in sorted(rounds_in(self._folder), reverse=True)[_KEPT:]:
+            _server_file(self._folder, number).unlink(missing_ok=True)
+        needed = {*self._known.checksums, *self._before}
+        for path in self._folder.glob("clients-*.safetensors"):
+            if _number(path) not in needed:
+                path.unlink(missing_ok=True)
+
+    def restore(self, number: int) -> None:
+        """Take the run and its clients to the state of a checkpoint."""
+        server, about = read_tensors(_server_file(self._folder, number))
+        stores, device = self._stores, self._run.server["theta"].device
+        for at, checksum in about["files"].items():
+            tensors, of_clients = read_tensors(_clients_file(self._folder, int(at)))
+            if of_clients["sha256"] != checksum:
+                raise FedobpError(f"{short(_clients_file(self._folder, int(at)), 200)} is of another run: start anew")
+            records: dict[tuple[str, str], dict[str, Tensor]] = {
+                (name, str(client)): {} for name, ids in of_clients["members"].items() for client in ids
+            }
+            for key, value in tensors.items():
+                name, client, inner = key.split(".", 2)
+                records[name, client][inner] = value.to(device)
+            for (name, client), record in records.items():
+                if about["clients"][client] == int(at):
+                    stores[name][int(client)] = record
+        self._run.restore(server, about["run"])
+        self._known = Clients(
+            {int(client): at for client, at in about["clients"].items()},
+            {int(at): checksum for at, checksum in about["files"].items()},
+        )
+        for store in stores.values():
+            store.changed.clear()
+        for later in rounds_in(self._folder):  # of a round that is trained again
+            if later > number:
+                _server_file(self._folder, later).unlink()
+
+
+def usable_rounds(folder: Path, config: Config, partition: str, launch: Sequence[str]) -> list[int]:
+    """Return the rounds of a run's checkpoints that are whole, the newest first.
+
+    One of other settings, data or versions is a user error; a damaged one is left out, with a warning.
+    """
+    wanted = {**identity(config, partition), "launch": list(launch)}
+    found = []
+    for number in sorted(rounds_in(folder / FOLDER), reverse=True):
+        try:
+            _, about = read_tensors(_server_file(folder / FOLDER, number))
+            for at, checksum in about["files"].items():
+                _, of_clients = read_tensors(_clients_file(folder / FOLDER, int(at)))
+                if of_clients["sha256"] != checksum:
+                    raise FedobpError("a file of its clients is of another checkpoint")
+        except FedobpError as error:
+            warnings.warn(f"the checkpoint of round {number} is not used: {error}", stacklevel=2)
+            continue
+        for name, value in wanted.items():
+            if about.get(name) != value:
+                raise FedobpError(
+                    f"{short(folder, 200)} was trained with {_WORDS.get(name, name)} {short(about.get(name))}, and now "
+                    f"it is {short(value)}: use what it was trained with, or start anew in another folder"
+                )
+        found.append(number)
+    return found
+
+
+_WORDS = {"settings": "the settings", "partition": "the partition", "launch": "the runs", "python": "Python"}
+
+
+def rounds_in(folder: Path) -> Iterator[int]:
+    """Yield the rounds that a folder has checkpoints of."""
+    return (_number(path) for path in folder.glob("server-*.safetensors") if re.search(r"-\d+$", path.stem))
+
+
+class PastRun:
+    """What a run's folder holds of an earlier process: a result, or checkpoints, and perhaps how it failed."""
+
+    def __init__(self, folder: Path, config: Config, partition: str, launch: Sequence[str]) -> None:
+        self.folder, self.config = folder, config
+        self.is_finished = (folder / "result.json").exists()
+        self.rounds = usable_rounds(folder, config, partition, launch)
+        self._failure = _read_failure(folder / FOLDER / "failed.json")
+
+    def is_over(self, number: int) -> bool:
+        """Say whether the run had ended by a round."""
+        failed = self._failure is not None and self._failure[0] <= number
+        return failed or (self.is_finished and self.config.rounds <= number)
+
+    def outcome(self) -> Result | FedobpError:
+        """Return how a run ended that is over."""
+        if self._failure is not None and not self.is_finished:
+            return FedobpError(self._failure[1])
+        return read_run(self.folder).to_result()
+
+
+def common_round(runs: Sequence[PastRun | None]) -> int:
+    """Return the newest round from which all runs of a launch can go on; 0: they start anew."""
+    known = [run for run in runs if run is not None]
+    if len(known) < len(runs):
+        return 0
+    for number in sorted({number for run in known for number in run.rounds}, reverse=True):
+        if all(number in run.rounds or run.is_over(number) for run in known):
+            return number
+    return 0
+
+
+def note_failure(folder: Path, number: int, error: BaseException) -> None:
+    """Note that a run failed in a round, so that the others go on without it."""
+    if (folder / FOLDER).is_dir():
+        write_json(folder / FOLDER / "failed.json", {"round": number, "error": str(error)})
+
+
+def _read_failure(path: Path) -> tuple[int, str] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return int(found["round"]), str(found["error"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # then the run is trained again, and fails again
+
+
+def remove(folder: Path) -> None:
+    """Remove the checkpoints of a run."""
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+
+
+def _server_file(folder: Path, number: int) -> Path:
+    return folder / f"server-{number}.safetensors"
+
+
+def _clients_file(folder: Path, number: int) -> Path:
+    return folder / f"clients-{number}.safetensors"
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.rpartition("-")[2])
