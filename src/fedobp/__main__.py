@@ -9,6 +9,7 @@ import os
 import signal
 from contextlib import suppress
 
+from fedobp import interrupts
 from fedobp.errors import STOP_SIGNALS, Stopped
 
 TYPE_CHECKING = False
@@ -33,8 +34,15 @@ def main() -> NoReturn:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Raise `Stopped`, so that partly written files are removed; a second signal ends the process at once."""
+    """Raise `Stopped`, so that partly written files are removed; a second signal ends the process at once.
+
+    Training ends its round first, and writes a checkpoint.
+    """
     _exit_on_next_signal()
+    if interrupts.defer(number):
+        with suppress(OSError):
+            os.write(2, b"The round ends first, then a checkpoint is written; a second signal ends it at once.\n")
+        return
     while frame:
         if frame.f_globals.get("__name__") == "importlib._bootstrap":
             _exit(number, frame)  # an import may turn the exception into another one

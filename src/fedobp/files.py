@@ -111,11 +111,22 @@ def lock(path: Path) -> Iterator[bool]:
                 return
             if not _is_file(path, file.fileno()):
                 continue  # who held it has removed the file
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
             try:
                 yield True
             finally:
                 path.unlink(missing_ok=True)
             return
+
+
+def holder(path: Path) -> str:
+    """Return who holds a lock, in words."""
+    try:
+        return f"process {int(path.read_text(encoding='utf-8'))}"
+    except (OSError, ValueError):
+        return "another process"
 
 
 def _is_file(path: Path, descriptor: int) -> bool:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -9,7 +10,7 @@ from pathlib import Path
 from traceback import clear_frames
 from typing import NamedTuple, TypeVar
 
-from fedobp import plugins
+from fedobp import interrupts, plugins
 from fedobp.algorithms import attributing_errors
 from fedobp.callbacks import Callback, report_end
 from fedobp.checkpoint import NEVER, Checkpoints, Interval, PastRun, common_round, note_failure, remove
@@ -25,6 +26,7 @@ from fedobp.engine import (
     caught,
     global_gradient,
 )
+from fedobp.errors import Stopped
 from fedobp.evaluation import Evaluator
 from fedobp.grouping import batch_size_for, engine_for, memory_for
 from fedobp.method import CohortUpdate, Method
@@ -276,7 +278,8 @@ def train_side_by_side(
     started = time.perf_counter()
     launch = Launch(plans, keep_models, callbacks, interval, resume)
     try:
-        _train(launch, progress, started)
+        with interrupts.deferred() if interval != NEVER else nullcontext():
+            _train(launch, progress, started)
         return launch.results()
     except BaseException as error:  # an interrupt
         launch.end_all(error)
@@ -314,7 +317,10 @@ def _train(launch: Launch, progress: Callable[[Progress], None], last: float) ->
             except StopTraining as error:
                 stop = error
         launch.finish()
-        launch.save(number, now=stop is not None)
+        signal = interrupts.received()
+        launch.save(number, now=stop is not None or signal is not None)
         if stop is not None:
             raise stop
+        if signal is not None:
+            raise Stopped(signal)
         last = now

@@ -188,13 +188,12 @@ def sweep(
 
     Runs that share dataset, model, batch size and machine settings share a launch: their clients train side by side,
     whatever their seeds, partitions, methods and numbers. With `out`, each run is written to a folder of its own; None
-    writes nothing.
-    Without `keep_models`, results hold the global model only, and not every client's. `launches` says which runs share
-    a launch, by their positions in `configs`. A `dataset` in memory is that of all runs. `callbacks` are called by all
-    runs, which their configurations tell apart. Runs with a folder take checkpoints at an `interval`; with `resume`, they
-    go on from those in their folders. A run that fails does not end the others: when they have finished,
-    `SweepError` is raised, which holds their results. With `failures="return"` a `Failure` takes the place of the
-    result instead.
+    writes nothing. Without `keep_models`, results hold the global model only, and not every client's. `launches` says
+    which runs share a launch, by their positions in `configs`. A `dataset` in memory is that of all runs. `callbacks`
+    are called by all runs, which their configurations tell apart. Runs with a folder take checkpoints at an `interval`;
+    with `resume`, they go on from those in their folders. A run that fails does not end the others: when they have
+    finished, `SweepError` is raised, which holds their results. With `failures="return"` a `Failure` takes the place of
+    the result instead.
     """
     if failures not in get_args(Failures):
         raise unknown("value of `failures`", short(failures), get_args(Failures))

@@ -35,6 +35,16 @@ Track = Annotated[
         help="Also write for tensorboard, wandb or mlflow, offline, into the run folder.",
     ),
 ]
+CheckpointEvery = Annotated[
+    int | None,
+    typer.Option(
+        "--checkpoint-every",
+        metavar="ROUNDS",
+        help="Rounds between checkpoints; 0: none (default: a checkpoint every minute).",
+        min=0,
+        rich_help_panel="Machine and output",
+    ),
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(

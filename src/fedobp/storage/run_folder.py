@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import shutil
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -21,7 +22,8 @@ import torch
 
 from fedobp._version import __version__
 from fedobp.csv_rows import write_rows
-from fedobp.files import taken, unwritable, write, write_json, write_new
+from fedobp.errors import FedobpError, short
+from fedobp.files import holder, lock, taken, unwritable, write, write_json, write_new
 
 _RUN_FILES = (
     "config.toml", "compare.toml", "sweep.toml", "metrics.jsonl", "timings.jsonl", "clients.csv", "result.json",
@@ -123,12 +125,18 @@ class RunFolder:
 
     def __init__(self, folder: Path, config: str | None, engine: str = "", continued_at: int = 0) -> None:
         """Take a folder for a run with the settings `config`; or go on in it after a round, with what is logged."""
-        head = f"# Run again with: fedobp run --config config.toml\n{provenance(engine)}"
+        self.path = folder
+        if config is not None:
+            head = f"# Run again with: fedobp run --config config.toml\n{provenance(engine)}"
+            claim(folder, "config.toml", head + config)
+        held = lock(folder / ".lock")
+        self._release = weakref.finalize(self, held.__exit__, None, None, None)
+        if not held.__enter__():
+            raise FedobpError(
+                f"{holder(folder / '.lock')} trains in {short(folder, 200)}: wait until it ends, or end it"
+            )
         if config is None:
-            self.path = folder
             self._cut(continued_at)
-        else:
-            self.path = claim(folder, "config.toml", head + config)
 
     def _cut(self, number: int) -> None:
         """Remove what was written after a round."""
@@ -156,3 +164,4 @@ class RunFolder:
         if clients:
             write_rows(self.path / "clients.csv", clients)
         write_json(self.path / "result.json", result)
+        self._release()
