@@ -115,6 +115,17 @@ def test_a_folder_with_something_else_is_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
 
 
+def test_a_name_that_is_no_folder_of_its_own_is_refused(tmp_path):
+    (tmp_path / "result.json").write_text("precious")
+    with pytest.raises(FedobpError, match=r"'\.\.' in the list of runs is no name of a run"):
+        resume_sweep(tmp_path / "a", {"..": Config(**SMALL)})
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_the_folder_may_be_a_text(tmp_path):
+    assert resume_sweep(str(tmp_path / "a"), grid(), minutes=0).missing == list(grid())
+
+
 def test_a_failed_run_is_recorded_and_not_tried_again(tmp_path):
     runs = grid(seeds=(1,))
     runs["wild"] = Config(**SMALL, method="fedavg", seed=1, lr=1e9)

@@ -22,7 +22,7 @@ from fedobp.config import TABLES, Config
 from fedobp.csv_rows import write_rows
 from fedobp.data import Dataset
 from fedobp.errors import FedobpError, short
-from fedobp.federation import source_key
+from fedobp.federation import folder_path, source_key
 from fedobp.files import lock, unwritable, write, write_json
 from fedobp.grouping import memory_for
 from fedobp.launch import Progress
@@ -31,7 +31,7 @@ from fedobp.report.tidy import history_rows, tidy_rows
 from fedobp.result import Failure, Result
 from fedobp.saved_runs import SavedRun, read_run
 from fedobp.storage import claim, clear, provenance, release
-from fedobp.sweep_file import read_sweep_file, to_toml
+from fedobp.sweep_file import check_name, read_sweep_file, to_toml
 from fedobp.sweeps import SweepPlan, plan_sweep, sweep
 
 GIB = 2**30
@@ -152,7 +152,7 @@ def write_tables(folder: Path, runs: Iterable[SavedRun]) -> None:
 
 
 def resume_sweep(
-    folder: Path,
+    folder: str | Path,
     runs: Mapping[str, Config],
     *,
     file: str = "sweep.toml",
@@ -170,6 +170,7 @@ def resume_sweep(
     `launches` says which of them share a launch; otherwise all do that can, at most `most`. With `minutes`, no launch
     is started or continued that would not end in time. `dataset` is that of the first run, if it is read already.
     """
+    folder = folder_path(folder)
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
     created, is_new = not folder.exists(), not (folder / file).exists()
     plan, refused, bug = plan_folder(folder / file, runs, launches, most, dataset)
@@ -193,6 +194,8 @@ def plan_folder(
     dataset: Dataset | None = None,
 ) -> tuple[Sweep | None, dict[str, Failure], BaseException | None]:
     """Return the plan of a folder with all runs that can start (None: none can), and failures of those that cannot."""
+    for name in runs:
+        check_name(name, "the list of runs")
     known = read_plan(file) if file.exists() else None
     new = {name: config for name, config in runs.items() if known is None or name not in known.configs}
     for name in runs if known else ():
