@@ -22,12 +22,13 @@ from fedobp.config import TABLES, Config
 from fedobp.csv_rows import write_rows
 from fedobp.data import Dataset
 from fedobp.errors import FedobpError, short
-from fedobp.federation import folder_path, source_key
+from fedobp.federation import folder_path, source_key, with_dataset
 from fedobp.files import lock, unwritable, write, write_json
 from fedobp.grouping import memory_for
 from fedobp.launch import Progress
 from fedobp.plugins import label
 from fedobp.report.tidy import history_rows, tidy_rows
+from fedobp.resolution import absolute_path
 from fedobp.result import Failure, Result
 from fedobp.saved_runs import SavedRun, read_run
 from fedobp.storage import claim, clear, provenance, release
@@ -116,7 +117,8 @@ class Sweep:
 
     def extends(self, other: "Sweep") -> bool:
         """Say whether this plan has all of another one, with its launches first."""
-        same = all(self.configs.get(name) == config for name, config in other.configs.items())
+        own = {name: config.hash for name, config in self.configs.items()}
+        same = all(own.get(name) == config.hash for name, config in other.configs.items())
         return same and list(self.launches[: len(other.launches)]) == list(other.launches)
 
     def part(self, names: Iterable[str], shard: Shard = Shard()) -> list[Sequence[str]]:
@@ -168,7 +170,8 @@ def resume_sweep(
     """Train the runs that a folder does not hold yet, and return all of them.
 
     `launches` says which of them share a launch; otherwise all do that can, at most `most`. With `minutes`, no launch
-    is started or continued that would not end in time. `dataset` is that of the first run, if it is read already.
+    is started or continued that would not end in time. `dataset` is that of the first run, if it is read already; one
+    in memory is that of all runs.
     """
     folder = folder_path(folder)
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
@@ -196,13 +199,19 @@ def plan_folder(
     """Return the plan of a folder with all runs that can start (None: none can), and failures of those that cannot."""
     for name in runs:
         check_name(name, "the list of runs")
+    if dataset and dataset.in_memory:
+        runs = {name: with_dataset(config, dataset) for name, config in runs.items()}
     known = read_plan(file) if file.exists() else None
     new = {name: config for name, config in runs.items() if known is None or name not in known.configs}
-    for name in runs if known else ():
-        if known and name in known.configs:
-            _check_same(file, name, runs[name], known.configs[name])
-    if known and dataset and runs:
-        known = replace(known, datasets={source_key(next(iter(runs.values()))): dataset})
+    if known:
+        asked = {name: config for name, config in runs.items() if name in known.configs}
+        for name, config in asked.items():
+            _check_same(file, name, config, known.configs[name])
+        configs = {**known.configs, **{name: _with_code(known.configs[name], asked[name]) for name in asked}}
+        known = replace(known, configs=configs)
+    if known and dataset:
+        read = list(runs.values())[: None if dataset.in_memory else 1]
+        known = replace(known, datasets={source_key(config): dataset for config in read})
     if not new:
         return known, {}, None
     names = list(new)
@@ -239,13 +248,14 @@ def train_launches(
     failed = {names[run]: one for run, one in zip(sorted(resolved.failures), resolved.failed(), strict=True)}
     bug = resolved.bug()
     for launch in due:
-        startable = [name for name in launch if name not in failed]
+        if not failed.keys().isdisjoint(launch):
+            continue  # without a run that cannot start now, the others' bytes would not be those of the plan
         with lock(plan.lock_file(launch)) as is_mine:
-            if not is_mine or not startable or all(map(plan.is_done, launch)):
+            if not is_mine or all(map(plan.is_done, launch)):
                 continue
             try:
-                report = _within(deadline, progress)
-                results = _train(plan, resolved.only([places[name] for name in startable]), report, callbacks)
+                report = _within(deadline, progress, max(plan.configs[name].rounds for name in launch))
+                results = _train(plan, resolved.only([places[name] for name in launch]), report, callbacks)
             except _OutOfTime:
                 break
         for name, result in results.items():
@@ -280,8 +290,10 @@ def _train(
     return found
 
 
-def _within(deadline: float | None, progress: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
-    """Return a function that passes progress on, and ends a launch that would not end before the deadline.
+def _within(
+    deadline: float | None, progress: Callable[[Progress], None] | None, rounds: int
+) -> Callable[[Progress], None]:
+    """Return a function that passes progress on, and ends a launch of so many rounds that would not end in time.
 
     What is left is estimated from the second half of the rounds so far: in the first ones kernels are compiled.
     """
@@ -292,13 +304,13 @@ def _within(deadline: float | None, progress: Callable[[Progress], None] | None)
     def report(at: Progress) -> None:
         if progress:
             progress(at)
-        if deadline is None or at.round < len(times):
+        if deadline is None or at.round < len(times) or at.round == rounds:
             return
         now = time.monotonic()
         times.append(now)
         half = at.round // 2
-        left = (now - times[half]) / (at.round - half) * (at.rounds - at.round)
-        if now > deadline or (at.round >= max(3, at.rounds // 10) and now + left > deadline):
+        left = (now - times[half]) / (at.round - half) * (rounds - at.round)
+        if now > deadline or (at.round >= max(3, rounds // 10) and now + left > deadline):
             raise _OutOfTime
 
     return report
@@ -326,11 +338,27 @@ def _check_same(file: Path, name: str, asked: Config, known: Config) -> None:
     for table in TABLES:
         pairs += [(key, value, getattr(known, table).get(key)) for key, value in getattr(asked, table).items()]
     for key, value, recorded in pairs:
-        if _plain(value) != _plain(recorded):
+        if not _is_same(key, value, recorded):
             raise FedobpError(
                 f"{short(file.parent, 200)} has the run {name} with {key} = {short(_plain(recorded))}, not "
                 f"{short(_plain(value))}: choose another --out"
             )
+
+
+def _is_same(key: str, value: Any, recorded: Any) -> bool:
+    """Say whether a given value is the recorded one: flags give options as texts, and a file by any path."""
+    if isinstance(value, str) and isinstance(recorded, int | float):
+        with suppress(ValueError):
+            return float(value) == recorded
+    if key == "partition_file" and recorded is not None:
+        return absolute_path(key, value) == Path(recorded)
+    return bool(_plain(value) == _plain(recorded))
+
+
+def _with_code(known: Config, asked: Config) -> Config:
+    """Return recorded settings with the functions that are given again: not every one can be imported."""
+    given = {name: getattr(asked, name) for name in ("model", "partition")}
+    return replace(known, **{name: value for name, value in given.items() if callable(value)})
 
 
 def _plain(value: Any) -> Any:
