@@ -60,6 +60,35 @@ def test_a_single_run_takes_the_common_settings_and_its_own(tmp_path):
     assert (found.launches, found.memory) == (None, None)
 
 
+def test_a_single_run_replaces_lists_of_the_common_settings(tmp_path):
+    runs = read(tmp_path, GRID).runs
+    assert [name for name, run in runs.items() if run["method"] == "local"] == ["longer"]
+    assert runs["longer"] == {"dataset": "digits", "rounds": 9, "method": "local", "seed": 7, "alpha": 1.0}
+    assert len(runs) == 2 * 2 * 3 + 1
+    runs = read(tmp_path, GRID.replace('name = "longer"', "").replace("seed = 7\n", "")).runs
+    assert [name for name, run in runs.items() if run["method"] == "local"] == ["local-seed1", "local-seed2"]
+    text = "[settings]\noptions.q = [0.1, 0.2]\n[methods.fedobp]\n[methods.fedselect]\nq = [0.3, 0.4]\n"
+    assert list(read(tmp_path, text).runs) == [
+        "fedobp-q0.1-seed42",
+        "fedselect-q0.3-seed42",
+        "fedselect-q0.4-seed42",
+        "fedobp-q0.2-seed42",
+    ]
+
+
+def test_the_file_in_the_docs_is_one(tmp_path):
+    page = (Path(__file__).parent.parent / "docs" / "sweeps.md").read_text()
+    [text] = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)
+    runs = read(tmp_path, text).runs
+    assert {"fedobp-q0.99-alpha0.5-seed43", "fedavg-alpha0.1-seed42", "long"} < set(runs)
+    assert len(runs) == 3 * 2 * 4 + 1
+
+
+def test_options_of_one_name_in_two_tables_are_both_in_the_name(tmp_path):
+    text = "[settings]\npartition_options.k = [2, 3]\nmodel_options.k = [4, 5]\n"
+    assert list(read(tmp_path, text).runs)[1] == "fedobp-k2-k5-seed42"
+
+
 def test_methods_and_options_of_other_tables_may_be_lists(tmp_path):
     text = '[settings]\nmethod = ["local", "fedavg"]\npartition = "classes"\npartition_options.k = [2, 3]\n'
     runs = read(tmp_path, text).runs
@@ -98,6 +127,10 @@ def test_an_empty_file_is_one_default_run(tmp_path):
         ("[[runs]]\nname = '.hidden'", "is no name of a run"),
         ("[[runs]]\nname = 3", "is no name of a run"),
         (f"[[runs]]\nname = '{'a' * 151}'", "is no name of a run"),
+        ("[[runs]]\nname = 'results.csv'", "is no name of a run: .*, and no ending of a file"),
+        ("[settings]\nseed = []", "`seed` in .* lists no value: give it one, or leave it out"),
+        ("[methods.fedobp]\nq = []", "`q` in .* lists no value"),
+        ("[settings]\nseed = [1, 2]\n[[runs]]\nname = 'a'", "two runs that are called a: .* and single values"),
         ("memory = 'much'", "`memory` in .* must be a number of GiB"),
         ("memory = nan", "`memory` in .* must be a number of GiB"),
         ("launches = 3", "must be a list of launches, each a list of runs"),

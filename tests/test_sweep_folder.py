@@ -6,10 +6,15 @@ import shutil
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from resolved import resolved
 
-from fedobp import Config, FedobpError
+from fedobp import Config, Dataset, FedobpError
+from fedobp.algorithms import METHODS
+from fedobp.data import load, partition, save_partition
 from fedobp.files import lock
 from fedobp.sweep_folder import Shard, collect, estimate, plan_folder, resume_sweep
 
@@ -108,11 +113,75 @@ def test_a_run_with_other_settings_is_refused_and_nothing_changes(tmp_path):
     assert (tmp_path / "sweep.toml").read_bytes() == plan
 
 
+def test_options_as_texts_and_a_partition_by_another_path_are_the_same_run(tmp_path, monkeypatch):
+    """As flags give them."""
+    monkeypatch.chdir(tmp_path)
+    digits = load("digits", tmp_path)
+    save_partition(tmp_path / "six", digits, partition(digits.y, 6), resolved(clients=6).partition_settings)
+    settings = {"options": {"q": "0.90"}, "partition_file": "six.json"}
+    runs = grid(seeds=(1,), methods=("fedobp",), **settings)
+    resume_sweep(tmp_path / "a", runs, minutes=0)
+    assert list(resume_sweep(tmp_path / "a", runs).runs) == list(runs)
+    with pytest.raises(FedobpError, match=r"with q = 0\.9, not 0\.8: choose"):
+        resume_sweep(tmp_path / "a", grid(seeds=(1,), methods=("fedobp",), options={"q": "0.8"}))
+
+
+def test_functions_that_cannot_be_imported_are_given_again(tmp_path):
+    def halves(task):
+        return [np.arange(client, len(task.y), task.clients) for client in range(task.clients)]
+
+    def turned(task):
+        return halves(task)[::-1]
+
+    runs = {f"{made.__name__}-seed1": Config(**SMALL, seed=1, partition=made) for made in (halves, turned)}
+    resume_sweep(tmp_path / "whole", runs)
+    resume_sweep(tmp_path / "a", runs, minutes=0)
+    assert list(resume_sweep(tmp_path / "a", runs).runs) == list(runs)
+    assert contents(tmp_path / "a") == contents(tmp_path / "whole")
+    launch = json.loads((tmp_path / "a" / "halves-seed1" / "result.json").read_text())["launch"]
+    assert launch[1]["partition"].endswith("turned")
+    more = {**runs, "more-seed2": Config(**SMALL, seed=2, partition=halves)}
+    assert list(resume_sweep(tmp_path / "a", more).runs) == list(more)
+
+
+def test_a_dataset_in_memory_is_given_again(tmp_path):
+    x = np.random.default_rng(0).normal(size=(200, 8)).astype(np.float32)
+    dataset = Dataset.from_data(x, (x[:, 0] > 0).astype(int))
+    runs = grid(methods=("fedavg",))
+    resume_sweep(tmp_path, runs, dataset=dataset, minutes=0)
+    assert list(resume_sweep(tmp_path, runs, dataset=dataset).runs) == list(runs)
+
+
+def test_a_launch_with_a_run_that_cannot_start_any_more_waits_for_it(tmp_path, monkeypatch):
+    """Without it the bytes of the others would not be those of the plan."""
+    runs = grid(seeds=(1,), methods=("fedavg", "local"))
+    resume_sweep(tmp_path / "whole", runs)
+    resume_sweep(tmp_path / "a", runs, minutes=0)
+    with monkeypatch.context() as without:
+        without.delitem(METHODS, "local")
+        outcome = resume_sweep(tmp_path / "a", runs)
+    assert "unknown method 'local'" in outcome.failed["local-seed1"].error
+    assert outcome.missing == ["fedavg-seed1"]
+    assert list(resume_sweep(tmp_path / "a", runs).runs) == list(runs)
+    assert contents(tmp_path / "a") == contents(tmp_path / "whole")
+
+
 def test_a_folder_with_something_else_is_refused(tmp_path):
     (tmp_path / "config.toml").write_text("precious")
     with pytest.raises(FedobpError, match="already holds a run"):
         resume_sweep(tmp_path, grid(seeds=(1,)))
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+
+
+def test_a_name_that_is_no_folder_of_its_own_is_refused(tmp_path):
+    (tmp_path / "result.json").write_text("precious")
+    with pytest.raises(FedobpError, match=r"'\.\.' in the list of runs is no name of a run"):
+        resume_sweep(tmp_path / "a", {"..": Config(**SMALL)})
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_the_folder_may_be_a_text(tmp_path):
+    assert resume_sweep(str(tmp_path / "a"), grid(), minutes=0).missing == list(grid())
 
 
 def test_a_failed_run_is_recorded_and_not_tried_again(tmp_path):
@@ -158,6 +227,16 @@ def test_time_that_is_out_leaves_the_rest_for_the_next_call(tmp_path):
     assert slow.missing == list(grid())
     assert {path.name for path in (tmp_path / "b").iterdir()} == {"sweep.toml"}
     assert resume_sweep(tmp_path / "a", grid(), minutes=60).missing == []
+
+
+def test_a_launch_whose_last_round_ends_late_is_kept(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("fedobp.sweep_folder.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def late(at):
+        now[0] = 100.0 * (at.round == 3)
+
+    assert resume_sweep(tmp_path, grid(), minutes=1, progress=late).missing == []
 
 
 def test_shards_are_disjoint_and_together_are_all(tmp_path):

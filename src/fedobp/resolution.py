@@ -52,7 +52,7 @@ def resolve(config: Config, dataset: Dataset) -> tuple[Config, Method]:
     if config.data_dir is not None:
         config = replace(config, data_dir=str(data_dir(config.data_dir).absolute()))
     if config.partition_file is not None:
-        config = _with_partition_file(config, _path("partition_file", config.partition_file))
+        config = _with_partition_file(config, absolute_path("partition_file", config.partition_file))
     config = _with_defaults(replace(config, dataset=dataset.name), dataset)
     check_names(config)
     config = _machine(replace(config, engine=_engine(config, dataset)))
@@ -212,7 +212,8 @@ def _model_for(dataset: Dataset) -> str:
     return "cnn" if side >= 16 else "cnn-small" if side >= 4 else "mlp"
 
 
-def _path(name: str, given: str) -> Path:
+def absolute_path(name: str, given: str) -> Path:
+    """Return the whole path that a setting names."""
     try:
         return Path(given).expanduser().absolute()
     except RuntimeError as error:  # no such user

@@ -18,6 +18,7 @@ from fedobp.evaluation import Accuracy, NewClients, Report, ServerView, make_pro
 from fedobp.evaluation.evaluator import Keep
 from fedobp.method import CohortKind, CohortUpdate, InitialState, Method, RoundContext
 from fedobp.models import Model
+from fedobp.plugins import label
 from fedobp.result import Compute, Result, Traffic
 from fedobp.sampling import Sampler
 from fedobp.storage import ClientModels, RunFolder, versions
@@ -229,7 +230,7 @@ class Run:
         if folder:
             if config.save_models != "none":
                 models.save(folder.path / "models", clients=config.save_models == "all", about=self._metadata)
-            beside = {"launch": [config.changed(other) for _, other in self._launch]} if len(self._launch) > 1 else {}
+            beside = {"launch": [_changed(config, other) for _, other in self._launch]} if len(self._launch) > 1 else {}
             folder.finish({**result.to_json(), **beside}, result.clients)
         return result
 
@@ -263,6 +264,12 @@ class Run:
             "threads": torch.get_num_threads(),
             "beside": [name for name, _ in self._launch],
         }
+
+
+def _changed(config: Config, other: Config) -> dict[str, Any]:
+    """Return the settings of another run that are not the same, as plain values; a function is a reference to it."""
+    found = config.changed(other)
+    return {name: label(value) if callable(value) else value for name, value in found.items()}
 
 
 def _settings(config: Config, partition: str, launch: Sequence[str], notes: Sequence[str]) -> str:

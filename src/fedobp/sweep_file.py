@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedobp._version import __version__
 from fedobp.algorithms import names
@@ -21,6 +21,8 @@ from fedobp.toml import read_toml, toml_key, toml_value
 MOST_RUNS = 10_000
 _VERSION = 2
 _LONGEST_NAME = 150  # of a run: it becomes a folder
+_RUN_NAME = re.compile(f"[A-Za-z0-9_+][A-Za-z0-9._+-]{{0,{_LONGEST_NAME - 1}}}")
+_FILE_ENDINGS = (".toml", ".json", ".csv", ".html")  # of the files beside the runs
 _KIND = "a sweep file, such as the compare.toml of a comparison"
 
 
@@ -98,34 +100,60 @@ def expand(given: Mapping[str, Any], path: Path) -> dict[str, dict[str, Any]]:
     for table in (common, *single):
         check_settings(table, path, [*known, "name"] if table is not common else known)
     templates = [{"method": name, "options": options} for name, options in methods.items()] + single
+    for table in (common, *templates):
+        for key, value in _flat_table(table).items():
+            if value == []:
+                raise FedobpError(f"`{key[-1]}` in {where} lists no value: give it one, or leave it out")
     runs: dict[str, dict[str, Any]] = {}
-    for outer, outer_name in _combinations(common):
+    for outer in _combinations(common):
         for template in templates or [{}]:
-            for inner, inner_name in _combinations({key: value for key, value in template.items() if key != "name"}):
-                tables = {table: {**outer.get(table, {}), **inner.get(table, {})} for table in TABLES}
-                run = {**outer, **inner, **{table: options for table, options in tables.items() if options}}
-                made = _name(run, {**inner_name, **outer_name}) if "name" not in template else template["name"]
+            own = {key: value for key, value in template.items() if key != "name"}
+            replaced = outer.listed.keys() & _flat_table(own).keys()  # a list that the template replaces counts once
+            if not replaced <= outer.first:
+                continue
+            kept = {key: value for key, value in outer.listed.items() if key not in replaced}
+            for inner in _combinations(own):
+                options = {name: {**outer.settings.get(name, {}), **inner.settings.get(name, {})} for name in TABLES}
+                run = {**outer.settings, **inner.settings, **{name: table for name, table in options.items() if table}}
+                made = _name(run, {**inner.listed, **kept}) if "name" not in template else template["name"]
                 _add(runs, made, run, where)
     return runs
 
 
-def _combinations(table: Mapping[str, Any]) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield every combination of a table's lists, as settings, and the listed values that it has by name."""
-    flat: dict[tuple[str, ...], Any] = {(key,): value for key, value in table.items() if key not in TABLES}
-    flat |= {(name, key): value for name in TABLES for key, value in table.get(name, {}).items()}
+_Key = tuple[str, ...]  # of a setting, or of an option: its table's name and its own
+
+
+class _Combination(NamedTuple):
+    """One combination of a table's lists."""
+
+    settings: dict[str, Any]
+    listed: dict[_Key, Any]  # the values that the lists have here
+    first: set[_Key]  # lists that have their first value here
+
+
+def _flat_table(table: Mapping[str, Any]) -> dict[_Key, Any]:
+    """Return settings and options by key."""
+    flat: dict[_Key, Any] = {(key,): value for key, value in table.items() if key not in TABLES}
+    return flat | {(name, key): value for name in TABLES for key, value in table.get(name, {}).items()}
+
+
+def _combinations(table: Mapping[str, Any]) -> Iterable[_Combination]:
+    """Yield every combination of a table's lists."""
+    flat = _flat_table(table)
     lists = {key: value for key, value in flat.items() if isinstance(value, list)}
-    for values in product(*lists.values()):
-        chosen = {**flat, **dict(zip(lists, values, strict=True))}
+    for places in product(*(range(len(values)) for values in lists.values())):
+        listed = {key: lists[key][at] for key, at in zip(lists, places, strict=True)}
+        chosen = {**flat, **listed}
         made: dict[str, Any] = {key[0]: value for key, value in chosen.items() if len(key) == 1}
         for name in TABLES:
             if name in table:
                 made[name] = {key[1]: value for key, value in chosen.items() if key[0] == name and len(key) > 1}
-        yield made, {key[-1]: chosen[key] for key in lists}
+        yield _Combination(made, listed, {key for key, at in zip(lists, places, strict=True) if at == 0})
 
 
-def _name(run: Mapping[str, Any], varied: Mapping[str, Any]) -> str:
-    """Return a run's name: the method, what its lists have chosen, and the seed."""
-    parts = [f"{key}{value}" for key, value in varied.items() if key not in ("method", "seed")]
+def _name(run: Mapping[str, Any], listed: Mapping[_Key, Any]) -> str:
+    """Return a run's name: the method, the values that it has of lists, and the seed."""
+    parts = [f"{key[-1]}{value}" for key, value in listed.items() if key not in (("method",), ("seed",))]
     text = "-".join([str(run.get("method", Config.method)), *parts, f"seed{run.get('seed', Config.seed)}"])
     return re.sub(r"[^A-Za-z0-9._+-]", "_", text)
 
@@ -133,7 +161,10 @@ def _name(run: Mapping[str, Any], varied: Mapping[str, Any]) -> str:
 def _add(runs: dict[str, dict[str, Any]], name: Any, run: dict[str, Any], where: str) -> None:
     check_name(name, where)
     if name in runs:
-        raise FedobpError(f"{where} has two runs that are called {name}: give each [[runs]] a `name`")
+        raise FedobpError(
+            f"{where} has two runs that are called {name}: give each [[runs]] a `name` of its own and single values, "
+            "and list no value twice"
+        )
     if len(runs) == MOST_RUNS:
         raise FedobpError(f"{where} has more than {MOST_RUNS:,} runs: use several sweeps")
     runs[name] = run
@@ -141,13 +172,10 @@ def _add(runs: dict[str, dict[str, Any]], name: Any, run: dict[str, Any], where:
 
 def check_name(name: Any, where: str) -> None:
     """Refuse a run's name that can be no folder."""
-    if (
-        not isinstance(name, str)
-        or not re.fullmatch(r"[A-Za-z0-9_+][A-Za-z0-9._+-]*", name)
-        or len(name) > _LONGEST_NAME
-    ):
+    if not isinstance(name, str) or not re.fullmatch(_RUN_NAME, name) or name.endswith(_FILE_ENDINGS):
         raise FedobpError(
-            f"'{short(name)}' in {where} is no name of a run: use letters, digits and . _ + -, at most {_LONGEST_NAME}"
+            f"'{short(name)}' in {where} is no name of a run: use letters, digits and . _ + -, at most "
+            f"{_LONGEST_NAME}, and no ending of a file such as .csv"
         )
 
 

@@ -1,8 +1,8 @@
 """A sweep in a folder: planned once, trained launch by launch, and continued after an interruption.
 
 The plan (`sweep.toml`, of a comparison `compare.toml`) holds every run and the launches. A run's last bits depend on
-its launch, so launches are never regrouped: what is finished is skipped, a launch with an unfinished run is trained
-again whole, and runs that are added later get launches of their own. Several processes may work in one folder: a
+its launch, so launches are never regrouped: what is finished is skipped, an unfinished launch goes on from its newest
+checkpoint, and runs that are added later get launches of their own. Several processes may work in one folder: a
 launch that another one is training is left to it.
 """
 
@@ -13,25 +13,28 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from fedobp.callbacks import Callback
+from fedobp.checkpoint import NEVER, Interval
 from fedobp.config import TABLES, Config
 from fedobp.csv_rows import write_rows
 from fedobp.data import Dataset
 from fedobp.errors import FedobpError, short
-from fedobp.federation import source_key
+from fedobp.federation import folder_path, source_key, with_dataset
 from fedobp.files import lock, unwritable, write, write_json
 from fedobp.grouping import memory_for
-from fedobp.launch import Progress
+from fedobp.launch import Progress, StopTraining
 from fedobp.plugins import label
 from fedobp.report.tidy import history_rows, tidy_rows
+from fedobp.resolution import absolute_path
 from fedobp.result import Failure, Result
 from fedobp.saved_runs import SavedRun, read_run
-from fedobp.storage import claim, clear, provenance, release
-from fedobp.sweep_file import read_sweep_file, to_toml
+from fedobp.storage import claim, provenance, release
+from fedobp.sweep_file import check_name, read_sweep_file, to_toml
 from fedobp.sweeps import SweepPlan, plan_sweep, sweep
 
 GIB = 2**30
@@ -46,10 +49,6 @@ class Outcome:
     failed: dict[str, Failure] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)  # not done: out of time, another shard's, or another process'
     bug: BaseException | None = None  # the first failure that is no user error
-
-
-class _OutOfTime(Exception):
-    """A launch would not end in time."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,8 @@ class Sweep:
 
     def extends(self, other: "Sweep") -> bool:
         """Say whether this plan has all of another one, with its launches first."""
-        same = all(self.configs.get(name) == config for name, config in other.configs.items())
+        own = {name: config.hash for name, config in self.configs.items()}
+        same = all(own.get(name) == config.hash for name, config in other.configs.items())
         return same and list(self.launches[: len(other.launches)]) == list(other.launches)
 
     def part(self, names: Iterable[str], shard: Shard = Shard()) -> list[Sequence[str]]:
@@ -152,7 +152,7 @@ def write_tables(folder: Path, runs: Iterable[SavedRun]) -> None:
 
 
 def resume_sweep(
-    folder: Path,
+    folder: str | Path,
     runs: Mapping[str, Config],
     *,
     file: str = "sweep.toml",
@@ -163,13 +163,16 @@ def resume_sweep(
     dataset: Dataset | None = None,
     progress: Callable[[Progress], None] | None = None,
     callbacks: Sequence[Callback] = (),
+    checkpoint_every: int | None = None,
     train: Train | None = None,
 ) -> Outcome:
     """Train the runs that a folder does not hold yet, and return all of them.
 
-    `launches` says which of them share a launch; otherwise all do that can, at most `most`. With `minutes`, no launch
-    is started or continued that would not end in time. `dataset` is that of the first run, if it is read already.
+    `launches` says which of them share a launch; otherwise all do that can, at most `most`. After `minutes`, training
+    stops with a checkpoint. A checkpoint is taken every minute, or every `checkpoint_every` rounds (0: none). `dataset`
+    is that of the first run, if it is read already; one in memory is that of all runs.
     """
+    folder = folder_path(folder)
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
     created, is_new = not folder.exists(), not (folder / file).exists()
     plan, refused, bug = plan_folder(folder / file, runs, launches, most, dataset)
@@ -178,7 +181,8 @@ def resume_sweep(
     plan.record()
     found = None
     try:
-        found = (train or train_launches)(plan, plan.part(runs, shard), deadline, progress, callbacks)
+        chosen = train or partial(train_launches, interval=Interval(checkpoint_every))
+        found = chosen(plan, plan.part(runs, shard), deadline, progress, callbacks)
     finally:
         if is_new and shard.count == 1 and (found is None or found.failed):
             release(folder, file, list(plan.configs), created)  # if no run could start, the folder can be used again
@@ -193,13 +197,21 @@ def plan_folder(
     dataset: Dataset | None = None,
 ) -> tuple[Sweep | None, dict[str, Failure], BaseException | None]:
     """Return the plan of a folder with all runs that can start (None: none can), and failures of those that cannot."""
+    for name in runs:
+        check_name(name, "the list of runs")
+    if dataset and dataset.in_memory:
+        runs = {name: with_dataset(config, dataset) for name, config in runs.items()}
     known = read_plan(file) if file.exists() else None
     new = {name: config for name, config in runs.items() if known is None or name not in known.configs}
-    for name in runs if known else ():
-        if known and name in known.configs:
-            _check_same(file, name, runs[name], known.configs[name])
-    if known and dataset and runs:
-        known = replace(known, datasets={source_key(next(iter(runs.values()))): dataset})
+    if known:
+        asked = {name: config for name, config in runs.items() if name in known.configs}
+        for name, config in asked.items():
+            _check_same(file, name, config, known.configs[name])
+        configs = {**known.configs, **{name: _with_code(known.configs[name], asked[name]) for name in asked}}
+        known = replace(known, configs=configs)
+    if known and dataset:
+        read = list(runs.values())[: None if dataset.in_memory else 1]
+        known = replace(known, datasets={source_key(config): dataset for config in read})
     if not new:
         return known, {}, None
     names = list(new)
@@ -226,6 +238,8 @@ def train_launches(
     deadline: float | None = None,
     progress: Callable[[Progress], None] | None = None,
     callbacks: Sequence[Callback] = (),
+    *,
+    interval: Interval = NEVER,
 ) -> Outcome:
     """Train launches of a plan that are not done, one after the other; return failures and the first bug."""
     due = [launch for launch in launches if not all(map(plan.is_done, launch))]
@@ -236,14 +250,17 @@ def train_launches(
     failed = {names[run]: one for run, one in zip(sorted(resolved.failures), resolved.failed(), strict=True)}
     bug = resolved.bug()
     for launch in due:
-        startable = [name for name in launch if name not in failed]
+        if deadline is not None and time.monotonic() >= deadline:
+            break
+        if not failed.keys().isdisjoint(launch):
+            continue  # without a run that cannot start now, the others' bytes would not be those of the plan
         with lock(plan.lock_file(launch)) as is_mine:
-            if not is_mine or not startable or all(map(plan.is_done, launch)):
+            if not is_mine or all(map(plan.is_done, launch)):
                 continue
             try:
-                report = _within(deadline, progress)
-                results = _train(plan, resolved.only([places[name] for name in startable]), report, callbacks)
-            except _OutOfTime:
+                some, report = resolved.only([places[name] for name in launch]), _within(deadline, progress)
+                results = _train(plan, some, report, callbacks, interval)
+            except StopTraining:
                 break
         for name, result in results.items():
             if isinstance(result, Failure):
@@ -254,49 +271,39 @@ def train_launches(
 
 
 def _train(
-    plan: Sweep, launch: SweepPlan, progress: Callable[[Progress], None], callbacks: Sequence[Callback]
+    plan: Sweep,
+    launch: SweepPlan,
+    progress: Callable[[Progress], None],
+    callbacks: Sequence[Callback],
+    interval: Interval,
 ) -> dict[str, Result | Failure]:
-    """Train one launch whole; runs that have finished before are not written again."""
-    folders = {name: plan.path(name) for name in launch.names if not (plan.path(name) / "result.json").exists()}
-    for folder in folders.values():
-        clear(folder)
-    out = [folders.get(name) for name in launch.names]
-    try:
-        results = sweep(launch, out=out, progress=progress, callbacks=callbacks, keep_models=False, failures="return")
-    except _OutOfTime:
-        for folder in folders.values():
-            clear(folder)
-            with suppress(OSError):  # not empty: files of others
-                folder.rmdir()
-        raise
-    found = dict(zip(launch.names, results, strict=True))
-    for name, result in found.items():
-        if isinstance(result, Failure) and name in folders:
-            folders[name].mkdir(exist_ok=True)
-            write_json(folders[name] / "failed.json", result.to_json())
-    return found
+    """Train one launch, from its checkpoints if there are any; runs that have finished are not written again."""
+    folders = [plan.path(name) for name in launch.names]
+    results = sweep(
+        launch,
+        out=folders,
+        progress=progress,
+        callbacks=callbacks,
+        keep_models=False,
+        interval=interval,
+        resume=True,
+        failures="return",
+    )
+    for folder, result in zip(folders, results, strict=True):
+        if isinstance(result, Failure) and not (folder / "result.json").exists():
+            folder.mkdir(exist_ok=True)
+            write_json(folder / "failed.json", result.to_json())
+    return dict(zip(launch.names, results, strict=True))
 
 
 def _within(deadline: float | None, progress: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
-    """Return a function that passes progress on, and ends a launch that would not end before the deadline.
-
-    What is left is estimated from the second half of the rounds so far: in the first ones kernels are compiled.
-    """
-    if deadline is not None and time.monotonic() >= deadline:
-        raise _OutOfTime
-    times = [time.monotonic()]  # at the start, and after each round of the launch
+    """Return a function that passes progress on, and stops training after the deadline."""
 
     def report(at: Progress) -> None:
         if progress:
             progress(at)
-        if deadline is None or at.round < len(times):
-            return
-        now = time.monotonic()
-        times.append(now)
-        half = at.round // 2
-        left = (now - times[half]) / (at.round - half) * (at.rounds - at.round)
-        if now > deadline or (at.round >= max(3, at.rounds // 10) and now + left > deadline):
-            raise _OutOfTime
+        if deadline is not None and time.monotonic() >= deadline:
+            raise StopTraining
 
     return report
 
@@ -323,11 +330,27 @@ def _check_same(file: Path, name: str, asked: Config, known: Config) -> None:
     for table in TABLES:
         pairs += [(key, value, getattr(known, table).get(key)) for key, value in getattr(asked, table).items()]
     for key, value, recorded in pairs:
-        if _plain(value) != _plain(recorded):
+        if not _is_same(key, value, recorded):
             raise FedobpError(
                 f"{short(file.parent, 200)} has the run {name} with {key} = {short(_plain(recorded))}, not "
                 f"{short(_plain(value))}: choose another --out"
             )
+
+
+def _is_same(key: str, value: Any, recorded: Any) -> bool:
+    """Say whether a given value is the recorded one: flags give options as texts, and a file by any path."""
+    if isinstance(value, str) and isinstance(recorded, int | float):
+        with suppress(ValueError):
+            return float(value) == recorded
+    if key == "partition_file" and recorded is not None:
+        return absolute_path(key, value) == Path(recorded)
+    return bool(_plain(value) == _plain(recorded))
+
+
+def _with_code(known: Config, asked: Config) -> Config:
+    """Return recorded settings with the functions that are given again: not every one can be imported."""
+    given = {name: getattr(asked, name) for name in ("model", "partition")}
+    return replace(known, **{name: value for name, value in given.items() if callable(value)})
 
 
 def _plain(value: Any) -> Any:

@@ -10,6 +10,7 @@ import typer
 
 from fedobp.cli.settings import (
     SETTINGS,
+    CheckpointEvery,
     Json,
     ModelSet,
     Out,
@@ -47,6 +48,7 @@ def compare(
         ),
     ] = None,
     out: Out = None,
+    checkpoint_every: CheckpointEvery = None,
     track: Track = None,
     as_json: Json = False,
 ) -> None:
@@ -67,7 +69,9 @@ def compare(
     from fedobp.sweep_file import read_sweep_file
 
     if config:
-        refuse_flags(context, "--config repeats a comparison as it was", "config", "out", "track", "as_json")
+        refuse_flags(
+            context, "--config repeats a comparison as it was", "config", "out", "checkpoint_every", "track", "as_json"
+        )
         found = read_sweep_file(config)
         asked = Asked(found.runs, found.launches)
     else:
@@ -78,4 +82,4 @@ def compare(
         }
         with redirect_stdout(sys.stderr):  # what code of the user prints
             asked = runs_from_flags(common, methods, seeds, method_options(set_, q))
-    train_and_print(asked, out, "compare", track=track, as_json=as_json)
+    train_and_print(asked, out, "compare", checkpoint_every=checkpoint_every, track=track, as_json=as_json)

@@ -14,6 +14,7 @@ from fedobp.cli.output import print_result
 from fedobp.cli.progress import task_progress
 from fedobp.cli.settings import (
     SETTINGS,
+    CheckpointEvery,
     Json,
     ModelSet,
     Out,
@@ -58,6 +59,7 @@ def sweep(
     shard: Annotated[
         str | None, typer.Option(metavar="I/N", help="Train part I of N of the launches only, such as 1/4.")
     ] = None,
+    checkpoint_every: CheckpointEvery = None,
     on: Annotated[
         str | None,
         typer.Option(
@@ -89,7 +91,7 @@ def sweep(
 
     part, name, train = _shard(shard), "sweep", _trainer(on)
     if source:
-        allowed = ("source", "out", "max_minutes", "shard", "on", "dry_run", "track", "as_json")
+        allowed = ("source", "out", "max_minutes", "checkpoint_every", "shard", "on", "dry_run", "track", "as_json")
         refuse_flags(context, "the file says what is trained", *allowed)
         if source.is_dir():
             if out:
@@ -109,7 +111,10 @@ def sweep(
     if dry_run:
         _print_plan(asked, out, name, part, as_json)
     else:
-        train_and_print(asked, out, name, minutes=max_minutes, shard=part, train=train, track=track, as_json=as_json)
+        train_and_print(
+            asked, out, name, minutes=max_minutes, shard=part, train=train, checkpoint_every=checkpoint_every,
+            track=track, as_json=as_json,
+        )  # fmt: skip
 
 
 def collect(

@@ -1,6 +1,7 @@
 """What `fedobp sweep` and `fedobp compare` share: runs from flags, training in a folder, and what is printed."""
 
 import math
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
@@ -14,7 +15,7 @@ from fedobp.cli.output import print_note, print_result, report_failures
 from fedobp.cli.progress import round_progress
 from fedobp.cli.settings import note_chosen
 from fedobp.config import Config, settings
-from fedobp.errors import FedobpError, short, unknown
+from fedobp.errors import FedobpError, Stopped, short, unknown
 
 if TYPE_CHECKING:
     from fedobp.data import Dataset
@@ -145,6 +146,7 @@ def train_and_print(
     minutes: float | None = None,
     shard: "Shard | None" = None,
     train: "Train | None" = None,
+    checkpoint_every: int | None = None,
     track: list[str] | None = None,
     as_json: bool = False,
 ) -> None:
@@ -176,8 +178,13 @@ def train_and_print(
                 dataset=asked.dataset,
                 progress=lambda at: advance(f"{len(due)} runs", replace(at, accuracy=None)),
                 callbacks=callbacks,
+                checkpoint_every=checkpoint_every,
                 train=train,
             )
+    except Stopped:
+        if folder.exists():
+            print_note(f"fedobp sweep {shlex.quote(str(folder))} goes on with it")
+        raise
     finally:
         if out is None:
             with suppress(OSError):  # the new folder is empty only if no run could start
