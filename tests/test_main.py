@@ -24,9 +24,29 @@ def test_interrupting_a_run_exits_130_without_a_traceback_and_keeps_the_metrics(
     while process.poll() is None and len(rounds()) < enough:
         time.sleep(0.05)
     assert process.poll() == 130, "it goes on, or has ended by itself"
-    assert process.communicate() == ("", "interrupted\n")
+    assert process.communicate() == (
+        "",
+        "The round ends first, then a checkpoint is written; a second signal ends it at once.\n"
+        "note: fedobp run --resume here goes on with it\ninterrupted\n",
+    )
     assert [json.loads(line)["round"] for line in rounds()][:3] == [1, 2, 3]
     assert not list(tmp_path.rglob("*.part"))
+    assert (tmp_path / "here" / "checkpoint" / f"server-{len(rounds())}.safetensors").exists()
+
+
+def test_a_second_signal_ends_a_run_at_once_without_a_torn_file(start, tmp_path):
+    """The first round takes long, so both signals arrive in it."""
+    flags = ("--clients", 2, "--epochs", 1000, "--participation", 1, "--alpha", 100, "--rounds", 1000, "--out", "here")
+    process = start("-m", "fedobp", "run", *flags, cwd=tmp_path)
+    while process.poll() is None and not (tmp_path / "here" / "config.toml").exists():
+        time.sleep(0.05)
+    time.sleep(1)
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+    assert process.wait(60) == 143
+    assert process.communicate()[1].endswith("terminated\n")
+    assert not (tmp_path / "here" / "checkpoint").exists()
 
 
 # Each case sends its own process a signal, at another point of its life.

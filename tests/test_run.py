@@ -174,7 +174,8 @@ def test_a_method_is_configured_once_a_run_and_asked_once_a_cohort(counting, eng
     assert counting["configure"] == 1
     counting.clear()
     sweep([Config(**given, seed=seed) for seed in (1, 2)])
-    assert counting == {"configure": 2, **dict.fromkeys(expected, 2)}
+    # Once more in planning, which asks how a method trains.
+    assert counting == {"configure": 2, **dict.fromkeys(expected, 2), ("client_update", 1, 2): 2}
 
 
 # Evaluation and results.

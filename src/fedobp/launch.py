@@ -188,7 +188,8 @@ class Launch:
 
     def _end(self, at: int, outcome: Result | BaseException) -> None:
         """End a run; callbacks hear of one that has started."""
-        if self.active.pop(at, None):
+        if ended := self.active.pop(at, None):
+            ended.run.close()
             outcome = report_end(self._callbacks, self._plans[at].config, outcome)
         self._outcomes[at] = outcome
 
@@ -280,7 +281,10 @@ def train_side_by_side(
     try:
         with interrupts.deferred() if interval != NEVER else nullcontext():
             _train(launch, progress, started)
-        return launch.results()
+            results = launch.results()
+            if (signal := interrupts.received()) is not None:  # in the last round: what trains next must not begin
+                raise Stopped(signal)
+        return results
     except BaseException as error:  # an interrupt
         launch.end_all(error)
         raise
@@ -319,6 +323,8 @@ def _train(launch: Launch, progress: Callable[[Progress], None], last: float) ->
         launch.finish()
         signal = interrupts.received()
         launch.save(number, now=stop is not None or signal is not None)
+        if not launch.active:
+            return
         if stop is not None:
             raise stop
         if signal is not None:

@@ -180,6 +180,11 @@ class Run:
         self.reports = [report_from_json(report) for report in values["reports"]]
         self.seconds = values["seconds"]
 
+    def close(self) -> None:
+        """Leave the folder to others: the run has ended."""
+        if self._folder:
+            self._folder.close()
+
     def log_times(self, times: Mapping[str, float], seconds: float) -> None:
         """Log how long a round took, apart from its metrics, and add this run's share of it."""
         self.seconds += seconds

@@ -164,4 +164,7 @@ class RunFolder:
         if clients:
             write_rows(self.path / "clients.csv", clients)
         write_json(self.path / "result.json", result)
+
+    def close(self) -> None:
+        """Leave the folder to others."""
         self._release()

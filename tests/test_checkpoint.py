@@ -1,0 +1,228 @@
+"""Checkpoints: interrupted runs go on to the same bytes, whatever happens to them."""
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from children import children
+from lanes_cases import normed
+
+from fedobp import Config, Federation, FedobpError, resume_sweep, sweep
+from fedobp.algorithms import METHODS
+from fedobp.checkpoint import Interval
+from fedobp.launch import StopTraining
+
+SMALL = {"clients": 6, "rounds": 6, "epochs": 1, "participation": 0.5, "model": "mlp", "eval_every": 2}
+NAMES = ("config.toml", "metrics.jsonl", "clients.csv", "models/global.safetensors", "models/clients.safetensors")
+
+
+def contents(*folders: Path) -> dict[str, bytes]:
+    """The files that must be the same, interrupted or not."""
+    return {f"{at}/{name}": (folder / name).read_bytes() for at, folder in enumerate(folders) for name in NAMES}
+
+
+def stop_at(*rounds: int):
+    def progress(at):
+        if at.round in rounds:
+            raise StopTraining
+
+    return progress
+
+
+def begin(config: Config, folder: Path, stop: int = 3, every: int = 2) -> None:
+    """Start a run, and stop it after a round."""
+    with pytest.raises(StopTraining):
+        Federation(config).run(out=folder, progress=stop_at(stop), checkpoint_every=every)
+
+
+def go_on(config: Config, folder: Path, **more) -> list[int]:
+    """Go on with a run; return the rounds that it trained."""
+    seen = []
+    Federation(config).run(out=folder, resume=True, progress=lambda at: seen.append(at.round), **more)
+    return seen
+
+
+def cases():
+    """Every method, in each of its modes."""
+    for name, method in METHODS.items():
+        modes = [spec.metadata["choices"] for spec in method.options() if spec.name == "mode"]
+        yield from ((name, {"mode": mode}) for mode in modes[0]) if modes else [(name, {})]
+
+
+@pytest.mark.parametrize(("method", "options"), list(cases()), ids=str)
+def test_every_method_goes_on_to_the_same_bytes(method, options, tmp_path):
+    model = normed if method == "fedbn" else "mlp"  # with BatchNorm
+    settings = {**SMALL, "model": model, "finetune_epochs": 1, "sampling": "published", "val_ratio": 0.2}
+    config = Config(**settings, method=method, options=options)
+    Federation(config).run(out=tmp_path / "whole", checkpoint_every=0)
+    begin(config, tmp_path / "cut")
+    assert go_on(config, tmp_path / "cut") == [4, 5, 6]
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+    assert not (tmp_path / "cut" / "checkpoint").exists()
+
+
+@pytest.mark.parametrize("engine", ["serial", "lanes"])
+def test_a_launch_goes_on_as_a_whole(engine, tmp_path):
+    """Runs of different lengths, one of which ends before the interruption."""
+    common = {**SMALL, "engine": engine}
+    changes = [{"rounds": 2}, {"seed": 7}, {"method": "fedper"}, {"method": "pfedme"}, {"momentum": 0.9}]
+    configs = [Config(**{**common, **change}) for change in changes]
+    whole, cut = ([tmp_path / f"{name}{at}" for at in range(len(configs))] for name in ("whole", "cut"))
+    sweep(configs, out=whole)
+    with pytest.raises(StopTraining):
+        sweep(configs, out=cut, progress=stop_at(4), interval=Interval(1))
+    assert (cut[0] / "result.json").exists()
+    seen = []
+    sweep(configs, out=cut, progress=lambda at: seen.append((at.run, at.round)), interval=Interval(1), resume=True)
+    others = [(3, number) for number in range(1, 7)]  # of another kind, so of a launch that had not begun
+    assert seen == [(run, number) for number in (5, 6) for run in (1, 2, 4)] + others
+    assert contents(*cut) == contents(*whole)
+
+
+def test_only_the_newest_two_are_kept_with_the_clients_that_they_name(tmp_path):
+    """A client that was sampled long ago keeps its file."""
+    config = Config(**{**SMALL, "rounds": 30, "participation": 0.2, "eval_every": 30})
+    begin(config, tmp_path / "run", stop=25, every=1)
+    folder = tmp_path / "run" / "checkpoint"
+    kept = sorted(int(path.stem.partition("-")[2]) for path in folder.glob("server-*"))
+    assert kept == [24, 25]
+    cohorts = [json.loads(line)["cohort"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    last = {
+        number: {max(at for at in range(1, number + 1) if c in cohorts[at - 1]) for c in range(6)} for number in kept
+    }
+    files = {int(path.stem.partition("-")[2]) for path in folder.glob("clients-*")}
+    assert files == last[24] | last[25]
+    assert min(files) < 24
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "removed client file", "part"])
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(damage, tmp_path):
+    config = Config(**SMALL)
+    Federation(config).run(out=tmp_path / "whole")
+    begin(config, tmp_path / "cut", stop=4, every=1)
+    newest = tmp_path / "cut" / "checkpoint" / "server-4.safetensors"
+    content = bytearray(newest.read_bytes())
+    if damage == "cut":
+        newest.write_bytes(content[:-9])
+    elif damage == "changed":
+        content[-9] ^= 1
+        newest.write_bytes(content)
+    elif damage == "removed client file":
+        newest.with_name("clients-4.safetensors").unlink()
+    else:
+        newest.unlink()
+        newest.with_name(".server-4.safetensors.1.1.part").write_bytes(content[:50])
+    if damage == "part":
+        assert go_on(config, tmp_path / "cut") == [4, 5, 6]
+    else:
+        with pytest.warns(UserWarning, match="the checkpoint of round 4 is not used: .*(damaged|cannot read)"):
+            assert go_on(config, tmp_path / "cut") == [4, 5, 6]
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+def test_before_the_first_checkpoint_a_run_starts_anew(tmp_path):
+    config = Config(**SMALL)
+    Federation(config).run(out=tmp_path / "whole")
+    begin(config, tmp_path / "cut", every=0)
+    assert go_on(config, tmp_path / "cut") == [1, 2, 3, 4, 5, 6]
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+    assert go_on(config, tmp_path / "new") == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"lr": 0.5}, "was trained with the settings"),
+        ({"alpha": 5.0}, "was trained with the settings"),
+    ],
+)
+def test_other_settings_are_refused_and_nothing_changes(change, said, tmp_path):
+    begin(Config(**SMALL), tmp_path / "run")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(FedobpError, match=said):
+        Federation(Config(**{**SMALL, **change})).run(out=tmp_path / "run", resume=True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_another_version_is_refused(tmp_path, monkeypatch):
+    begin(Config(**SMALL), tmp_path / "run")
+    monkeypatch.setattr("fedobp.storage.run_folder.__version__", "9.9")
+    with pytest.raises(
+        FedobpError, match=r"was trained with fedobp .*, and now it is 9\.9: use what it was trained with"
+    ):
+        Federation(Config(**SMALL)).run(out=tmp_path / "run", resume=True)
+
+
+def test_a_run_that_failed_stays_out_when_the_others_go_on(tmp_path):
+    """It diverges in round 1, so nothing of it is in the checkpoints of the others."""
+    runs = {"calm": Config(**SMALL), "wild": Config(**SMALL, lr=1e9), "other": Config(**SMALL, seed=7)}
+    resume_sweep(tmp_path / "whole", runs)
+    stopped = resume_sweep(tmp_path / "cut", runs, progress=stop_at(4), checkpoint_every=1)
+    assert stopped.missing == list(runs)
+    outcome = resume_sweep(tmp_path / "cut", runs)
+    assert list(outcome.runs) == ["calm", "other"]
+    assert "no longer finite" in outcome.failed["wild"].error
+    names = ("calm", "other")
+    assert contents(*(tmp_path / "cut" / name for name in names)) == contents(
+        *(tmp_path / "whole" / name for name in names)
+    )
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path):
+    config = Config(**SMALL)
+    said = []
+
+    def again(at):
+        if at.round == 3:
+            with pytest.raises(FedobpError) as error:
+                Federation(config).run(out=tmp_path / "run", resume=True)
+            said.append(str(error.value))
+
+    Federation(config).run(out=tmp_path / "run", progress=again, checkpoint_every=1)
+    [sentence] = said
+    assert "trains in" in sentence
+    assert not (tmp_path / "run" / ".lock").exists()
+
+
+# Real processes, killed at any moment.
+
+FLAGS = ("--clients", 6, "--rounds", 40, "--epochs", 2, "--participation", 0.5, "--eval-every", 4)
+
+
+@pytest.mark.parametrize(("method", "every"), [("fedobp", 1), ("fedala", 3)])
+def test_a_killed_run_is_resumed_to_the_same_bytes(method, every, tmp_path):
+    """Killed twice at random moments; rounds before the newest checkpoint are not trained again."""
+    flags = ("-m", "fedobp", "run", *FLAGS, "--method", method)
+    draw = random.Random(f"{method}{every}")
+    with children() as start:
+        whole = start(*flags, "--out", "whole", cwd=tmp_path)
+        assert whole.communicate(timeout=300)[1] == ""
+        process = start(*flags, "--out", "cut", "--checkpoint-every", every, cwd=tmp_path)
+        for kill in range(2):
+            done = 3 + 12 * kill + draw.randrange(8)
+            _wait_for(process, tmp_path / "cut", done)
+            time.sleep(draw.random() * 0.1)
+            process.send_signal(signal.SIGKILL)
+            process.wait(60)
+            rounds = [int(path.stem.partition("-")[2]) for path in (tmp_path / "cut" / "checkpoint").glob("server-*")]
+            before = (tmp_path / "cut" / "timings.jsonl").read_bytes().splitlines()[: max(rounds)]
+            assert max(rounds) >= done - every
+            process = start("-m", "fedobp", "run", "--resume", "cut", "--checkpoint-every", every, cwd=tmp_path)
+        said = process.communicate(timeout=300)
+    assert (process.returncode, said[1]) == (0, "")
+    assert (tmp_path / "cut" / "timings.jsonl").read_bytes().splitlines()[: len(before)] == before
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+def _wait_for(process, folder: Path, rounds: int) -> None:
+    """Wait until a run has logged so many rounds."""
+    log = folder / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if log.exists() and log.read_bytes().count(b"\n") >= rounds:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"it ended, or is too slow: {process.poll()}")
