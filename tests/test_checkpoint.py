@@ -14,6 +14,7 @@ from fedobp import Config, Federation, FedobpError, resume_sweep, sweep
 from fedobp.algorithms import METHODS
 from fedobp.checkpoint import Interval
 from fedobp.launch import StopTraining
+from fedobp.storage.tensor_file import read_tensors
 
 SMALL = {"clients": 6, "rounds": 6, "epochs": 1, "participation": 0.5, "model": "mlp", "eval_every": 2}
 NAMES = ("config.toml", "metrics.jsonl", "clients.csv", "models/global.safetensors", "models/clients.safetensors")
@@ -96,6 +97,16 @@ def test_only_the_newest_two_are_kept_with_the_clients_that_they_name(tmp_path):
     files = {int(path.stem.partition("-")[2]) for path in folder.glob("clients-*")}
     assert files == last[24] | last[25]
     assert min(files) < 24
+
+
+def test_what_a_client_holds_twice_is_written_once(tmp_path):
+    """The server's record of FedOBP is the client's last model."""
+    begin(Config(**SMALL, method="fedobp"), tmp_path / "run", every=1)
+    tensors, about = read_tensors(tmp_path / "run" / "checkpoint" / "clients-1.safetensors")
+    assert sorted(about["members"]["records"]) == sorted(about["members"]["last"])
+    whole = [name for name in tensors if tensors[name].numel() == 9610]
+    assert len(whole) == len(about["members"]["last"]) == 3
+    assert len(about["same"]) >= 3
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "removed client file", "part"])

@@ -11,11 +11,12 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fedobp.config import Config
@@ -91,14 +92,9 @@ class Checkpoints:
         known = Clients({**self._known.rounds, **dict.fromkeys(changed, number)}, {**self._known.checksums})
         if changed:
             members = {name: [client for client in changed if client in store] for name, store in stores.items()}
-            tensors = {
-                f"{name}.{client}.{key}": value
-                for name, ids in members.items()
-                for client in ids
-                for key, value in stores[name][client].items()
-            }
+            tensors, same = _client_tensors(stores, changed)
             path = _clients_file(self._folder, number)
-            known.checksums[number] = write_tensors(path, tensors, {"members": members})
+            known.checksums[number] = write_tensors(path, tensors, {"members": members, "same": same})
         in_use = set(known.rounds.values())
         files = {at: checksum for at, checksum in known.checksums.items() if at in in_use}
         about = {
@@ -134,9 +130,9 @@ class Checkpoints:
             records: dict[tuple[str, str], dict[str, Tensor]] = {
                 (name, str(client)): {} for name, ids in of_clients["members"].items() for client in ids
             }
-            for key, value in tensors.items():
+            for key in (*tensors, *of_clients["same"]):
                 name, client, inner = key.split(".", 2)
-                records[name, client][inner] = value.to(device)
+                records[name, client][inner] = tensors[of_clients["same"].get(key, key)].to(device)
             for (name, client), record in records.items():
                 if about["clients"][client] == int(at):
                     stores[name][int(client)] = record
@@ -150,6 +146,34 @@ class Checkpoints:
         for later in rounds_in(self._folder):  # of a round that is trained again
             if later > number:
                 _server_file(self._folder, later).unlink()
+
+
+def _client_tensors(stores: Mapping[str, Store], clients: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return what the stores hold of clients by key, and keys whose tensors equal another one of the same client.
+
+    A client's last model is often in its state or in the server's record, too: it is written once.
+    """
+    tensors: dict[str, Tensor] = {}
+    same: dict[str, str] = {}
+    for client in clients:
+        own: dict[str, Tensor] = {}
+        for name, store in stores.items():
+            for key, value in store[client].items() if client in store else ():
+                place = f"{name}.{client}.{key}"
+                equal = next((other for other, known in own.items() if _is_equal(known, value)), None)
+                if equal is None:
+                    own[place] = value
+                else:
+                    same[place] = equal
+        tensors |= own
+    return tensors, same
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same bits; NaN equals NaN, and 0.0 is not -0.0."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return one is other or torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 def usable_rounds(folder: Path, config: Config, partition: str, launch: Sequence[str]) -> list[int]:
