@@ -14,6 +14,7 @@ from resolved import resolved
 
 from fedobp import Config, Dataset, FedobpError
 from fedobp.algorithms import METHODS
+from fedobp.algorithms.fedavg import FedAvg
 from fedobp.data import load, partition, save_partition
 from fedobp.files import lock
 from fedobp.sweep_folder import Shard, collect, estimate, plan_folder, resume_sweep
@@ -154,14 +155,20 @@ def test_a_dataset_in_memory_is_given_again(tmp_path):
 
 def test_a_launch_with_a_run_that_cannot_start_any_more_waits_for_it(tmp_path, monkeypatch):
     """Without it the bytes of the others would not be those of the plan."""
-    runs = grid(seeds=(1,), methods=("fedavg", "local"))
-    resume_sweep(tmp_path / "whole", runs)
-    resume_sweep(tmp_path / "a", runs, minutes=0)
-    with monkeypatch.context() as without:
-        without.delitem(METHODS, "local")
-        outcome = resume_sweep(tmp_path / "a", runs)
-    assert "unknown method 'local'" in outcome.failed["local-seed1"].error
+
+    class Plugin(FedAvg):
+        name = "plugin"
+
+    runs = grid(seeds=(1,), methods=("fedavg",))
+    with monkeypatch.context() as installed:
+        installed.setitem(METHODS, "plugin", Plugin)
+        runs |= grid(seeds=(1,), methods=("plugin",))
+        resume_sweep(tmp_path / "whole", runs)
+        resume_sweep(tmp_path / "a", runs, minutes=0)
+    outcome = resume_sweep(tmp_path / "a", runs)
+    assert "unknown method 'plugin'" in outcome.failed["plugin-seed1"].error
     assert outcome.missing == ["fedavg-seed1"]
+    monkeypatch.setitem(METHODS, "plugin", Plugin)
     assert list(resume_sweep(tmp_path / "a", runs).runs) == list(runs)
     assert contents(tmp_path / "a") == contents(tmp_path / "whole")
 

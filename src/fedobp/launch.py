@@ -178,7 +178,8 @@ class Launch:
         done = caught(attributed)
         if not isinstance(done, BaseException):
             return done
-        if folder := self._plans[at].out:
+        folder = self._plans[at].out
+        if folder and at in self._checkpoints:
             note_failure(folder, self.round + 1, done)
         self._end(at, done)
         if len(self._plans) > 1:  # the others need the memory that its frames hold
