@@ -147,6 +147,14 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(command):
     assert (found["finished"], found["memory_gib"] > 0) == (0, True)
 
 
+def test_a_dry_run_measures_launches_that_differ_in_seeds_only_once(command, monkeypatch):
+    measured = []
+    monkeypatch.setattr("fedobp.sweep_folder._measure", lambda configs: measured.append(configs) or 1.0)
+    said = command("sweep", *TINY, "--seeds", 3, "--store-memory", 1e-9, "--dry-run", "--json").json
+    assert [launch["seconds"] for launch in said["launches"]] == [1.0] * 3
+    assert len(measured) == 1
+
+
 def test_the_tables_have_all_runs_of_the_folder(command):
     command("sweep", *TINY, "--seeds", 2, "--out", "here")
     said = command("sweep", *TINY, "--out", "here", "--json").json
