@@ -7,14 +7,16 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from children import children
 
 from fedobp import Config, FedobpError
-from fedobp.on_ray import train_on_ray, write_runs
+from fedobp.on_ray import train_launch, train_on_ray, write_runs
 from fedobp.sweep_folder import plan_folder, resume_sweep
 
 METHODS = "fedavg,seqfededt"
@@ -45,7 +47,7 @@ def node(start, env, *given):
     raise AssertionError("".join(said))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster():
     """Two nodes with a processor each; yields the environment of who may use them."""
     pytest.importorskip("ray")
@@ -88,6 +90,55 @@ def test_two_nodes_give_the_same_bytes_although_a_worker_is_killed(cluster, tmp_
     refused = subprocess.run(command, cwd=tmp_path, env=wrong, capture_output=True, text=True, timeout=300)
     assert refused.returncode == 2, refused.stderr
     assert "check the address and $RAY_AUTH_TOKEN" in refused.stderr
+
+
+@pytest.mark.skipif(os.cpu_count() == 1, reason="needs a launch that is too large for nodes of one processor")
+@pytest.mark.parametrize(("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (15, 143, "terminated")])
+def test_a_launch_that_fits_no_node_is_named_and_a_signal_ends_the_command(cluster, tmp_path, number, code, word):
+    env = {**cluster, "OMP_NUM_THREADS": "2", "PYTHONWARNINGS": "default::UserWarning"}
+    address = f"ray:{cluster['ADDRESS']}"
+    with children() as start:
+        job = start("-m", "fedobp", "sweep", *FLAGS, "--out", "far", "--on", address, cwd=tmp_path, env=env)
+        too_long = threading.Timer(120, job.kill)
+        too_long.start()
+        assert "no node of the Ray cluster has 2 processors" in job.stderr.readline()
+        time.sleep(1)
+        job.send_signal(number)
+        assert job.stderr.read() == f"{word}\n"
+        assert job.wait(60) == code
+        too_long.cancel()
+    assert not (tmp_path / "far").exists()
+
+
+def test_no_cluster_and_no_token_are_user_errors(tmp_path):
+    """In a process of its own: Ray reads its environment once."""
+    pytest.importorskip("ray")
+    env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "none")}
+    env.pop("RAY_AUTH_TOKEN", None)
+    command = [sys.executable, "-m", "fedobp", "sweep", *FLAGS, "--out", "far", "--on"]
+    with socket.socket() as here:
+        here.bind(("127.0.0.1", 0))
+        address = f"ray:127.0.0.1:{here.getsockname()[1]}"
+        for problem in ("ConnectionRefusedError", "AuthenticationError"):
+            said = subprocess.run(
+                [*command, address], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+            )
+            assert said.returncode == 2, said.stderr
+            assert said.stderr.startswith(f"error: cannot use the Ray cluster at {address[4:]} ({problem}")
+            assert said.stderr.count("\n") == 1
+            here.listen()
+    assert not (tmp_path / "far").exists()
+
+
+def test_a_worker_says_why_runs_could_not_start(tmp_path, monkeypatch):
+    """Its data may be missing on that node."""
+    runs = {f"run{seed}": Config(clients=5, rounds=1, model="mlp", seed=seed) for seed in (1, 2)}
+    plan, _, _ = plan_folder(tmp_path / "sweep.toml", runs)
+    monkeypatch.setattr("fedobp.data.datasets.EMBEDDED", "none")
+    files, errors = train_launch(plan.to_toml(), "sweep.toml", ["run1", "run2"], torch.get_num_threads())
+    assert files == {}
+    assert list(errors) == ["run1", "run2"]
+    assert "digits" in errors["run1"]
 
 
 def test_files_that_come_back_are_written_whole_and_inside_the_folder(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import fields
 from pathlib import Path
 
@@ -123,3 +124,30 @@ def test_a_damaged_result_is_a_user_error(tmp_path: Path, content: str, said: st
     (tmp_path / "result.json").write_text(content)
     with pytest.raises(FedobpError, match=said):
         find_runs([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("clients.csv", "entropy", "entrop"),
+        ("clients.csv", "\n0,", "\nzero,"),
+        ("config.toml", "alpha =", "# alpha ="),
+        ("result.json", '"history": [', '"history": [3, '),
+        ("result.json", '"provenance": {', '"provenance": 3, "other": {'),
+    ],
+)
+def test_damage_that_can_be_parsed_is_a_user_error(finished, tmp_path: Path, name: str, old: str, new: str):
+    _, result = finished
+    shutil.copytree(result.out, tmp_path / "run")
+    text = (tmp_path / "run" / name).read_text()
+    assert old in text
+    (tmp_path / "run" / name).write_text(text.replace(old, new, 1))
+    with pytest.raises(FedobpError, match=f"{name} is .*: remove .*, and run it again"):
+        load_results(tmp_path / "run")
+
+
+def test_copies_that_are_not_complete_are_not_found(finished, tmp_path: Path):
+    _, result = finished
+    for name in ("run", ".other.part"):
+        shutil.copytree(result.out, tmp_path / name)
+    assert [run.name for run in find_runs([tmp_path])] == ["run"]

@@ -17,7 +17,8 @@ from fedobp.algorithms import METHODS
 from fedobp.algorithms.fedavg import FedAvg
 from fedobp.data import load, partition, save_partition
 from fedobp.files import lock
-from fedobp.sweep_folder import Shard, collect, estimate, plan_folder, resume_sweep
+from fedobp.sweep_file import MOST_RUNS
+from fedobp.sweep_folder import Shard, Sweep, collect, estimate, plan_folder, read_plan, resume_sweep
 
 SMALL = {"clients": 6, "rounds": 3, "epochs": 1, "participation": 0.5, "model": "mlp", "eval_every": 1}
 
@@ -270,6 +271,41 @@ def test_parts_of_different_sweeps_are_not_collected(tmp_path):
     with pytest.raises(FedobpError, match="holds no sweep"):
         collect(tmp_path / "all", [tmp_path])
     assert not (tmp_path / "all").exists()
+
+
+def test_parts_are_collected_into_a_folder_that_has_more_runs_since(tmp_path):
+    resume_sweep(tmp_path / "part", grid(seeds=(1,)))
+    collect(tmp_path / "all", [tmp_path / "part"])
+    resume_sweep(tmp_path / "all", grid(seeds=(1, 2)))
+    assert list(collect(tmp_path / "all", [tmp_path / "part"]).configs) == list(grid(seeds=(1, 2)))
+    resume_sweep(tmp_path / "other", grid(seeds=(1,), rounds=2), minutes=0)
+    with pytest.raises(FedobpError, match="other holds another sweep, whose plan differs: choose another folder"):
+        collect(tmp_path / "other", [tmp_path / "part"])
+
+
+def test_a_damaged_run_is_not_collected(tmp_path):
+    resume_sweep(tmp_path / "part", grid(seeds=(1,)))
+    (tmp_path / "part" / "fedavg-seed1" / "result.json").write_text("{")
+    with pytest.raises(
+        FedobpError, match=r"part/fedavg-seed1/result\.json is damaged .*: remove the folder of the run"
+    ):
+        collect(tmp_path / "all", [tmp_path / "part"])
+    assert {path.name for path in (tmp_path / "all").iterdir()} == {"sweep.toml", "fedobp-seed1"}
+
+
+def test_the_plan_of_the_most_runs_is_read_back(tmp_path):
+    config = resolved(**SMALL)
+    runs = {f"{'long' * 30}-seed{seed}": replace(config, seed=seed, partition_seed=seed) for seed in range(MOST_RUNS)}
+    Sweep(tmp_path / "a" / "sweep.toml", runs, [list(runs)], 1.0).record()
+    assert len(read_plan(tmp_path / "a" / "sweep.toml").configs) == MOST_RUNS
+
+
+def test_launches_that_differ_in_seeds_only_are_measured_once(tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr("fedobp.sweep_folder._measure", lambda configs: measured.append(configs) or 1.0)
+    plan, _, _ = plan_folder(tmp_path / "sweep.toml", grid(), most=2)
+    assert list(estimate(plan, plan.launches)) == [1.0, 1.0]
+    assert len(measured) == 1
 
 
 def test_methods_of_different_kinds_have_launches_of_their_own(tmp_path):

@@ -7,12 +7,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from fedobp.config import Config, read_config
+from fedobp.config import Config, read_config, settings
 from fedobp.csv_rows import read_rows
 from fedobp.errors import FedobpError, short
 from fedobp.evaluation import Accuracy, Metrics, NewClients, Personal, make_protocol, metric_from_json
 from fedobp.files import regular
 from fedobp.result import Compute, Result, Results, Traffic
+
+_COLUMNS = {"client", "train", "test", "entropy", "served", "last", "personal"}  # of clients.csv, at least
+_DECIDED = [  # settings that every run's config.toml has
+    spec.name for spec in settings() if spec.name not in ("data_dir", "partition_file", "metrics")
+]
 
 
 @dataclass(frozen=True)
@@ -43,10 +48,18 @@ class SavedRun:
 
     def clients(self) -> list[dict[str, Any]]:
         """Return the rows of `clients.csv`, None where a cell is empty; [] if there is no such file."""
-        return read_rows(self.folder / "clients.csv") if (self.folder / "clients.csv").exists() else []
+        path = self.folder / "clients.csv"
+        rows = read_rows(path) if path.exists() else []
+        for row in rows:
+            if not row.keys() >= _COLUMNS or any(isinstance(value, str) for value in row.values()):
+                raise _damaged(path, "a row is not of numbers, or has too few")
+        return rows
 
     def to_result(self) -> Result:
-        """Return the result as the run returned it, except that models stay in the folder."""
+        """Return the result as the run returned it, except for models, which stay in the folder.
+
+        Accuracies of single clients are not saved for validation parts and new clients.
+        """
         config, found = self.config, self.result
         metrics: Mapping[str, Any] = found.get("metrics", {})
         new, clients = found.get("new_clients"), self.clients()
@@ -81,9 +94,9 @@ class SavedRun:
                 labels=tuple(found.get("labels", ())),
                 notes=tuple(found.get("notes", ())),
                 clients=tuple(clients),
-                provenance=found["provenance"],
+                provenance=dict(found["provenance"]),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise _no_result(self.folder / "result.json") from error
 
 
@@ -95,7 +108,9 @@ def _accuracy(
 
 
 def _no_result(path: Path) -> FedobpError:
-    return FedobpError(f"{short(path, 200)} is not the result of a run of this version: run it again")
+    return FedobpError(
+        f"{short(path, 200)} is not the result of a run of this version: remove its folder, and run it again"
+    )
 
 
 def read_run(folder: Path) -> SavedRun:
@@ -106,7 +121,10 @@ def read_run(folder: Path) -> SavedRun:
         raise _no_result(folder / "result.json")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it trained side by side with others matters to who repeats it
-        return SavedRun(folder, Config(**read_config(folder / "config.toml")), result)
+        config = Config(**read_config(folder / "config.toml"))
+    if unset := [name for name in _DECIDED if getattr(config, name) is None]:
+        raise _damaged(folder / "config.toml", f"it has no {unset[0]}")
+    return SavedRun(folder, config, result)
 
 
 def find_runs(paths: Sequence[Path]) -> list[SavedRun]:
@@ -115,7 +133,8 @@ def find_runs(paths: Sequence[Path]) -> list[SavedRun]:
     for path in paths:
         if not path.is_dir():
             raise FedobpError(f"there is no folder {short(path, 200)}: give the folder of a run, comparison or sweep")
-        folders = [path] if (path / "result.json").exists() else [one.parent for one in path.glob("*/result.json")]
+        inside = [one.parent for one in path.glob("*/result.json") if not one.parent.name.startswith(".")]
+        folders = [path] if (path / "result.json").exists() else inside
         if not folders:
             raise FedobpError(f"there is no finished run in {short(path, 200)}: a finished one has a result.json")
         for folder in sorted(folders):
@@ -145,4 +164,10 @@ def _parsed(path: Path, parse: Any) -> Any:
     try:
         return parse(regular(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise FedobpError(f"{short(path, 200)} is damaged ({short(error, 120)}): run it again") from error
+        raise _damaged(path, str(error)) from error
+
+
+def _damaged(path: Path, problem: str) -> FedobpError:
+    return FedobpError(
+        f"{short(path, 200)} is damaged ({short(problem, 120)}): remove the folder of the run, and run it again"
+    )

@@ -20,6 +20,7 @@ from fedobp.toml import read_toml, toml_key, toml_value
 
 MOST_RUNS = 10_000
 _VERSION = 2
+_LONGEST = 2**26  # bytes of a file, which may hold MOST_RUNS resolved runs
 _LONGEST_NAME = 150  # of a run: it becomes a folder
 _RUN_NAME = re.compile(f"[A-Za-z0-9_+][A-Za-z0-9._+-]{{0,{_LONGEST_NAME - 1}}}")
 _FILE_ENDINGS = (".toml", ".json", ".csv", ".html")  # of the files beside the runs
@@ -63,7 +64,7 @@ def _dotted(values: Mapping[tuple[str, ...], Any]) -> list[str]:
 
 def read_sweep_file(path: Path) -> SweepFile:
     """Read a sweep file."""
-    _, given = read_toml(path, _KIND)
+    _, given = read_toml(path, _KIND, _LONGEST)
     where, keys = short(path, 200), ("version", "memory", "launches", "settings", "methods", "runs")
     version = given.get("version", _VERSION)
     if not isinstance(version, int) or isinstance(version, bool) or version < _VERSION:

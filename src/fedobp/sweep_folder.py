@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -366,20 +366,18 @@ def _read_failure(path: Path, config: Config) -> Failure:
         raise FedobpError(f"{short(path, 200)} is damaged: remove it, and the run is trained again") from error
 
 
-def estimate(plan: Sweep, launches: Sequence[Sequence[str]]) -> list[float]:
-    """Return about how many seconds each launch takes, from three of its rounds; nothing is written.
+def estimate(plan: Sweep, launches: Iterable[Sequence[str]]) -> Iterator[float]:
+    """Yield about how many seconds each launch takes, from three of its rounds; nothing is written.
 
     Launches that differ in seeds only are measured once.
     """
     known: dict[object, float] = {}
-    found = []
     for launch in launches:
         configs = [plan.configs[name] for name in launch]
         kind = tuple(replace(config, seed=0, partition_seed=0) for config in configs)
         if kind not in known:
             known[kind] = _measure(configs)
-        found.append(known[kind])
-    return found
+        yield known[kind]
 
 
 def _measure(configs: Sequence[Config]) -> float:
@@ -410,7 +408,13 @@ def collect(folder: Path, sources: Sequence[Path]) -> Sweep:
                 f"{short(first.folder, 200)} and {short(plan.folder, 200)} are not of one sweep: their plans differ"
             )
     target = replace(first, file=folder / first.file.name)
-    target.record()
+    known = read_plan(target.file) if target.file.exists() else None
+    if known and known.extends(first):
+        target = known  # it has got more runs since
+    elif known and not first.extends(known):
+        raise FedobpError(f"{short(folder, 200)} holds another sweep, whose plan differs: choose another folder")
+    else:
+        target.record()
     for plan in plans:
         if plan.folder.resolve() == folder.resolve():
             continue
@@ -434,9 +438,12 @@ def copy_run(source: Path, target: Path) -> None:
     try:
         shutil.rmtree(part, ignore_errors=True)
         shutil.copytree(source, part)
-        if (result := part / "result.json").exists():
-            write_json(result, {**json.loads(result.read_text(encoding="utf-8")), "out": str(target)})
+        if (part / "result.json").exists():
+            write_json(part / "result.json", {**read_run(source).result, "out": str(target)})
         shutil.rmtree(target, ignore_errors=True)
         part.replace(target)
+    except FedobpError:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
     except OSError as error:
         raise unwritable(target, error) from error

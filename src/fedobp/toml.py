@@ -12,15 +12,15 @@ from fedobp.plugins import label
 _LONGEST = 2**20  # bytes of a configuration file
 
 
-def read_toml(path: Path, kind: str) -> tuple[str, dict[str, Any]]:
-    """Return a TOML file's text and what it holds; `kind` says which file is meant."""
+def read_toml(path: Path, kind: str, longest: int = _LONGEST) -> tuple[str, dict[str, Any]]:
+    """Return a TOML file's text and what it holds; `kind` says which file is meant, `longest` is in bytes."""
     where = short(path, 200)
     try:
         if path.exists() and not path.is_file():  # a pipe may never end
             raise FedobpError(f"the configuration {where} is no file: give {kind}")
         with path.open("rb") as file:
-            content = file.read(_LONGEST + 1)
-        if len(content) > _LONGEST:
+            content = file.read(longest + 1)
+        if len(content) > longest:
             raise FedobpError(f"the configuration {where} is longer than any: give {kind}")
         text = content.decode()
         return text, tomllib.loads(text)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cli.cases import TINY
+from cli.cases import TINY, write_npz
 from fedobp import Config
+from fedobp.report.tidy import read_tidy
 
 # The fast path, a custom loss with sweeps, and sequential clients.
 METHODS = ("fedavg", "fedpac", "seqfededt", "fedobp")
@@ -145,6 +146,58 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(command):
     ]
     assert found["launches"][0]["seconds"] > 0
     assert (found["finished"], found["memory_gib"] > 0) == (0, True)
+
+
+def test_a_dry_run_measures_launches_that_differ_in_seeds_only_once(command, monkeypatch):
+    measured = []
+    monkeypatch.setattr("fedobp.sweep_folder._measure", lambda configs: measured.append(configs) or 1.0)
+    said = command("sweep", *TINY, "--seeds", 3, "--store-memory", 1e-9, "--dry-run", "--json").json
+    assert [launch["seconds"] for launch in said["launches"]] == [1.0] * 3
+    assert len(measured) == 1
+
+
+def test_the_tables_have_all_runs_of_the_folder(command):
+    command("sweep", *TINY, "--seeds", 2, "--out", "here")
+    said = command("sweep", *TINY, "--out", "here", "--json").json
+    assert [run["seed"] for run in said["runs"]] == [42]
+    rows = read_tidy(Path("here/results.csv"))
+    assert [(row["seed"], row["model"]) for row in rows] == [(s, m) for s in (42, 43) for m in ("served", "last")]
+
+
+def test_without_a_result_json_is_an_object_too(command):
+    said = command("sweep", *TINY, "--max-minutes", 0, "--out", "my folder", "--json")
+    assert (said.code, said.json) == (0, {"runs": [], "table": [], "missing": ["fedobp-seed42"]})
+    assert said.err == "note: Not trained yet: 1 run. `fedobp sweep 'my folder'` continues.\n"
+
+
+def test_options_from_flags_are_recognised_when_it_goes_on(command):
+    flags = ("sweep", *TINY, "--set", "q=0.90", "--partition", "classes", "--partition-set", "k=2", "--out", "here")
+    assert command(*flags).code == 0
+    assert command(*flags).code == 0
+
+
+def test_values_that_look_like_numbers_may_be_names(command):
+    write_npz("images.npz")
+    command("data", "import", "2024", "images.npz")
+    said = command("sweep", *TINY, "--grid", "dataset=2024,digits", "--out", "here", "--json")
+    assert [run["dataset"] for run in said.json["runs"]] == ["2024", "digits"]
+
+
+def test_saved_partitions_are_a_grid_too(command):
+    """Each has its own number of clients."""
+    for clients in (5, 6):
+        command("partition", "--clients", clients, "--save", f"of{clients}")
+    flags = ("--rounds", 1, "--epochs", 1, "--model", "mlp", "--grid", "partition_file=of5.json,of6.json")
+    said = command("sweep", *flags, "--out", "here", "--json")
+    assert (said.code, len(said.json["runs"])) == (0, 2)
+
+
+@pytest.mark.parametrize("seed", ["1979-05-27", "nan", "[2]", "true"])
+def test_a_value_that_json_has_not_is_a_user_error(command, seed):
+    Path("grid.toml").write_text(GIVEN.replace("seed = [1]", f"seed = [1, {seed}]").replace(GIVEN.split("\n")[1], ""))
+    said = command("sweep", "grid.toml", "--out", "here", "--json")
+    assert (said.code, len(said.json["runs"]), len(said.json["failed"])) == (2, 2, 2)
+    assert all("--seed must be a whole number" in line for line in said.err.splitlines())
 
 
 def test_shards_and_what_is_left(command):

@@ -181,10 +181,10 @@ def _print_plan(asked: Asked, out: Path | None, name: str, shard: "Shard", as_js
             launches = plan.part(configs, shard)
             due = [launch for launch in launches if not all(map(plan.is_done, launch))]
             with task_progress() as advance:
-                seconds = []
-                for at, launch in enumerate(due):
+                seconds, times = [], estimate(plan, due)
+                for at in range(len(due)):
                     advance(f"measuring launch {at + 1} of {len(due)}", at / len(due))
-                    seconds += estimate(plan, [launch])
+                    seconds.append(next(times))
     if plan:
         rows = [
             {"runs": list(launch), "seconds": None if math.isnan(time) else time}

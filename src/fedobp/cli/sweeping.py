@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fedobp.sweep_folder import Outcome, Shard, Train
 
 _MOST_RUNS = 1_000  # from flags; a file may have more
+_TEXTS = [spec.name for spec in settings() if spec.type not in (int, float)]  # a dataset may be called 2024
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,6 @@ def runs_from_flags(
         dataset = read(asked)
         common, _ = resolve(asked, dataset)
         note_chosen(values, common)
-        given = {**given, "clients": common.clients, "alpha": common.alpha}
     chosen = {name: {option: options[option] for option in options if option in fields[name]} for name in loaded}
     tables = {"settings": {**given, **varied, "seed": list(span)}, "methods": chosen}
     return Asked(expand(tables, Path("the flags")) if chosen else {}, unloadable=failed, dataset=dataset)
@@ -80,7 +80,8 @@ def _lists(grid: Sequence[str]) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for one in grid:
         name, equals, values = one.partition("=")
-        listed = [_value(value.strip()) for value in values.split(",")]
+        is_text = name.strip() in _TEXTS
+        listed = [value.strip() if is_text else _value(value.strip()) for value in values.split(",")]
         if not equals or not name.strip() or "" in listed:
             raise FedobpError(f"--grid {short(one)} must be written NAME=V1,V2,..., such as --grid q=0.9,0.99")
         if name.strip() in ("seed", "method"):
@@ -197,12 +198,15 @@ def train_and_print(
 def print_outcome(
     folder: Path, name: str, outcome: "Outcome", failed: "Sequence[Failure]", as_json: bool = False
 ) -> None:
-    """Write the tables of a sweep, print its results, and end the command with what failed."""
+    """Write the tables of a sweep, print its results, and end the command with what failed.
+
+    The tables and the report are of all runs in the folder, also of those that this command did not ask for.
+    """
     from fedobp.files import write_json
     from fedobp.report.choice import choice_notes, chosen_values
     from fedobp.report.page import write_report
     from fedobp.report.tables import compare_table, summarise
-    from fedobp.sweep_folder import write_tables
+    from fedobp.sweep_folder import read_plan, write_tables
     from fedobp.sweeps import SweepError
 
     results = [run.to_result() for run in outcome.runs.values()]
@@ -212,16 +216,20 @@ def print_outcome(
     content |= {"failed": [failure.to_json() for failure in failed]} if failed else {}
     content |= {"missing": outcome.missing} if outcome.missing else {}
     if results:
+        plan = read_plan(folder / f"{name}.toml")
+        saved = list(plan.outcome(list(plan.configs), {}).runs.values())
         write_json(folder / f"{name}.json", content)
-        write_tables(folder, outcome.runs.values())
+        write_tables(folder, saved)
         table = compare_table(results)
         table.notes += choice_notes(choices)
         lost = [f"{run}: {failure.error}" for run, failure in outcome.failed.items()]
         notes = [*choice_notes(choices), *lost, *_left(outcome.missing)]
-        page = write_report(folder / "report.html", list(outcome.runs.values()), notes=notes)
+        page = write_report(folder / "report.html", saved, notes=notes)
         print_result(content if as_json else table, f"Run folder: {folder}\nReport: {page}")
+    elif as_json and not failed:
+        print_result(content)
     for line in _left(outcome.missing):
-        print_note(f"{line} `fedobp sweep {short(folder, 200)}` continues.")
+        print_note(f"{line} `{shlex.join(['fedobp', 'sweep', str(folder)])}` continues.")
     if failed:
         raise report_failures(SweepError(results, failed), outcome.bug)
 
@@ -243,5 +251,7 @@ def make_configs(
         try:
             made[name] = Config(**run)
         except FedobpError as error:
-            failed[name] = Failure(str(run.get("method", Config.method)), run.get("seed", Config.seed), str(error))
+            seed = run.get("seed", Config.seed)
+            seed = seed if isinstance(seed, int) else None
+            failed[name] = Failure(str(run.get("method", Config.method)), seed, str(error))
     return made, failed
