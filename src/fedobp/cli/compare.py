@@ -69,7 +69,7 @@ def compare(
     if config:
         refuse_flags(context, "--config repeats a comparison as it was", "config", "out", "track", "as_json")
         found = read_sweep_file(config)
-        asked = Asked(found.runs, found.launches)
+        asked = Asked(found.runs, found.launches, found.memory)
     else:
         common = {
             **given,
