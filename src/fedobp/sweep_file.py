@@ -33,7 +33,7 @@ class SweepFile:
 
     runs: Mapping[str, Mapping[str, Any]]
     launches: Sequence[Sequence[str]] | None = None
-    memory: float | None = None  # GiB for clients' state, by which the launches were planned
+    memory: float | None = None  # GiB for clients' state, by which launches are planned
 
 
 def to_toml(configs: Mapping[str, Config], launches: Sequence[Sequence[str]], memory: float) -> str:

@@ -157,6 +157,7 @@ def resume_sweep(
     *,
     file: str = "sweep.toml",
     launches: Sequence[Sequence[str]] | None = None,
+    memory: float | None = None,
     minutes: float | None = None,
     most: int | None = None,
     shard: Shard = Shard(),
@@ -168,14 +169,15 @@ def resume_sweep(
 ) -> Outcome:
     """Train the runs that a folder does not hold yet, and return all of them.
 
-    `launches` says which of them share a launch; otherwise all do that can, at most `most`. After `minutes`, training
-    stops with a checkpoint. A checkpoint is taken every minute, or every `checkpoint_every` rounds (0: none). `dataset`
-    is that of the first run, if it is read already; one in memory is that of all runs.
+    `launches` says which of them share a launch; otherwise all do that can, at most `most`, as many as fit into
+    `memory` GiB (None: the configuration's); a folder that has a plan keeps the memory of that plan. After `minutes`,
+    training stops with a checkpoint. A checkpoint is taken every minute, or every `checkpoint_every` rounds (0: none).
+    `dataset` is that of the first run, if it is read already; one in memory is that of all runs.
     """
     folder = folder_path(folder)
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
     created, is_new = not folder.exists(), not (folder / file).exists()
-    plan, refused, bug = plan_folder(folder / file, runs, launches, most, dataset)
+    plan, refused, bug = plan_folder(folder / file, runs, launches, most, dataset, memory)
     if plan is None:
         return Outcome(failed=refused, bug=bug)
     plan.record()
@@ -195,6 +197,7 @@ def plan_folder(
     launches: Sequence[Sequence[str]] | None = None,
     most: int | None = None,
     dataset: Dataset | None = None,
+    memory: float | None = None,
 ) -> tuple[Sweep | None, dict[str, Failure], BaseException | None]:
     """Return the plan of a folder with all runs that can start (None: none can), and failures of those that cannot."""
     for name in runs:
@@ -219,13 +222,13 @@ def plan_folder(
     if launches is not None:
         kept = ([names.index(name) for name in launch if name in new] for launch in launches)
         places = [launch for launch in kept if launch]
-    budget = known.memory * GIB if known else None
-    found = plan_sweep(new.values(), places, dataset, names=names, memory=budget, most=most)
+    memory = known.memory if known else memory
+    found = plan_sweep(new.values(), places, dataset, names=names, memory=memory and memory * GIB, most=most)
     refused = {names[run]: one for run, one in zip(sorted(found.failures), found.failed(), strict=True)}
     if not found.configs:
         return known, refused, found.bug()
     configs = {names[run]: config for run, config in found.configs.items()}
-    memory = known.memory if known else memory_for(next(iter(configs.values())), "store") / GIB
+    memory = memory or memory_for(next(iter(configs.values())), "store") / GIB
     grouped = [[names[run] for run in launch] for launch in found.launches]
     if known:
         configs, grouped = {**known.configs, **configs}, [*map(list, known.launches), *grouped]

@@ -156,6 +156,18 @@ def test_a_dry_run_measures_launches_that_differ_in_seeds_only_once(command, mon
     assert len(measured) == 1
 
 
+def test_the_memory_of_the_file_plans_the_launches(command):
+    text = GIVEN.replace(GIVEN.split("\n")[1], "memory = 1e-9")
+    Path("grid.toml").write_text(text)
+    found = command("sweep", "grid.toml", "--dry-run", "--json").json
+    assert [launch["runs"] for launch in found["launches"]] == [["fedavg-seed1"], ["local-seed1"]]
+    command("sweep", "grid.toml", "--out", "here", "--max-minutes", 0)
+    command("sweep", "here/sweep.toml", "--out", "again", "--max-minutes", 0)
+    for folder in ("here", "again"):
+        plan = tomllib.loads(Path(folder, "sweep.toml").read_text())
+        assert (plan["memory"], len(plan["launches"])) == (1e-9, 2)
+
+
 def test_the_tables_have_all_runs_of_the_folder(command):
     command("sweep", *TINY, "--seeds", 2, "--out", "here")
     said = command("sweep", *TINY, "--out", "here", "--json").json

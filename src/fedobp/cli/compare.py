@@ -73,7 +73,7 @@ def compare(
             context, "--config repeats a comparison as it was", "config", "out", "checkpoint_every", "track", "as_json"
         )
         found = read_sweep_file(config)
-        asked = Asked(found.runs, found.launches)
+        asked = Asked(found.runs, found.launches, found.memory)
     else:
         common = {
             **given,

@@ -99,7 +99,7 @@ def sweep(
             out, source = source, _plan_in(source)
             name = source.stem
         found = read_sweep_file(source)
-        asked = Asked(found.runs, found.launches)
+        asked = Asked(found.runs, found.launches, found.memory)
     else:
         common = {
             **given,
@@ -175,7 +175,8 @@ def _print_plan(asked: Asked, out: Path | None, name: str, shard: "Shard", as_js
     configs, refused = make_configs(asked.runs)
     folder = out or Path("a new folder")
     with redirect_stdout(sys.stderr):
-        plan, more, bug = plan_folder(folder / f"{name}.toml", configs, asked.launches, dataset=asked.dataset)
+        file = folder / f"{name}.toml"
+        plan, more, bug = plan_folder(file, configs, asked.launches, dataset=asked.dataset, memory=asked.memory)
         failed = [*asked.unloadable, *({**refused, **more}).values()]
         if plan:
             launches = plan.part(configs, shard)

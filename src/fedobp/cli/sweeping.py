@@ -33,6 +33,7 @@ class Asked:
 
     runs: Mapping[str, Mapping[str, Any]]  # settings by name
     launches: Sequence[Sequence[str]] | None = None
+    memory: float | None = None  # GiB for clients' state, by which launches are planned
     unloadable: "Sequence[Failure]" = ()  # runs of methods that cannot be loaded
     dataset: "Dataset | None" = field(default=None, repr=False)  # of the first run, if it is read already
 
@@ -174,6 +175,7 @@ def train_and_print(
                 configs,
                 file=f"{name}.toml",
                 launches=asked.launches,
+                memory=asked.memory,
                 minutes=minutes,
                 shard=shard or Shard(),
                 dataset=asked.dataset,
