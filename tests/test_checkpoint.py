@@ -258,7 +258,8 @@ def test_a_hundred_kills(tmp_path):
                     process.wait(60)
                     kills += 1
                 else:
-                    assert process.returncode == 0, process.communicate()
+                    # 2: the process before was killed after it had written the result.
+                    assert process.returncode in (0, 2), process.communicate()
                     _check_and_remove(cut, whole)
             if cut.exists():
                 last = ("-m", "fedobp", "run", "--resume", cut) if name == "run" else (*given, "--out", cut)
