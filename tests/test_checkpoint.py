@@ -183,8 +183,11 @@ def test_a_run_that_failed_stays_out_when_the_others_go_on(tmp_path):
     )
 
 
-def test_two_processes_do_not_train_in_one_folder(tmp_path):
+@pytest.mark.parametrize("every", [1, None])
+def test_two_processes_do_not_train_in_one_folder(every, tmp_path):
+    """Also before the first checkpoint, when the second one would start anew: all files stay."""
     config = Config(**SMALL)
+    Federation(config).run(out=tmp_path / "whole")
     said = []
 
     def again(at):
@@ -193,10 +196,19 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path):
                 Federation(config).run(out=tmp_path / "run", resume=True)
             said.append(str(error.value))
 
-    Federation(config).run(out=tmp_path / "run", progress=again, checkpoint_every=1)
+    Federation(config).run(out=tmp_path / "run", progress=again, checkpoint_every=every)
     [sentence] = said
     assert "trains in" in sentence
+    assert contents(tmp_path / "run") == contents(tmp_path / "whole")
     assert not (tmp_path / "run" / ".lock").exists()
+
+
+def test_a_run_goes_on_from_its_checkpoint_and_takes_no_more(tmp_path):
+    config = Config(**SMALL)
+    Federation(config).run(out=tmp_path / "whole")
+    begin(config, tmp_path / "cut")
+    assert go_on(config, tmp_path / "cut", checkpoint_every=0) == [4, 5, 6]
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
 # Real processes, killed at any moment.

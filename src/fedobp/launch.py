@@ -33,7 +33,6 @@ from fedobp.method import CohortUpdate, Method
 from fedobp.models import Model
 from fedobp.result import Result
 from fedobp.run import Run
-from fedobp.storage import clear
 
 T = TypeVar("T")
 Round = Generator[ClientJob, CohortUpdate, None]
@@ -83,7 +82,7 @@ def simulate(
     keep_models: bool = True,
     launch: Sequence[tuple[str, Config]] = (),
     callbacks: Sequence[Callback] = (),
-    continued_at: int = 0,
+    continued_at: int | None = None,
 ) -> Simulation:
     """Return a run with its clients, before round 1; or as it goes on after a round, before its state is restored."""
     config, method, model, data, partition, out, notes, _ = plan
@@ -145,20 +144,19 @@ class Launch:
                 continue
             if known and known.is_finished:
                 plan = plan._replace(out=None)  # it trains beside the others again, and is not written again
-            elif known and not self.round:
-                clear(known.folder)
-            start = partial(simulate, plan, self.engine, budget, keep_models, runs, callbacks, self.round)
+            after = self.round if known else None
+            start = partial(simulate, plan, self.engine, budget, keep_models, runs, callbacks, after)
             if one := self.attempt(at, start):
                 self.active[at] = one
                 folder = plans[at].out
-                if folder and interval != NEVER:
+                if folder and (self.round or interval != NEVER):
                     self._checkpoints[at] = Checkpoints(folder, one.run, one.clients, names)
                     if self.round:
                         self.attempt(at, partial(self._checkpoints[at].restore, self.round))
 
     def save(self, number: int, *, now: bool = False) -> None:
         """Take checkpoints of all active runs if they are due after a round, or `now`."""
-        if self._checkpoints and (now or self._interval.is_due(number)):
+        if self._interval != NEVER and (now or self._interval.is_due(number)):
             for at in list(self.active):
                 if at in self._checkpoints:
                     self.attempt(at, partial(self._checkpoints[at].save, number))

@@ -52,7 +52,7 @@ class Run:
         launch: Sequence[tuple[str, Config]] = (),
         notes: Sequence[str] = (),
         clients: Sequence[Mapping[str, float]] = (),
-        continued_at: int = 0,
+        continued_at: int | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.config, self.method, self.model = config, method, model
@@ -66,12 +66,12 @@ class Run:
         self._launch, self._callbacks = launch, callbacks  # `launch`: all runs that train side by side, by name
         self._notes = tuple(notes)  # what its folder does not hold
         self._clients, self._engine_note = clients, provenance  # `clients`: sizes and label entropy
-        # Last: a run that starts has a folder. One that goes on after round `continued_at` has it already.
+        # Last: a run that starts has a folder. One that goes on after round `continued_at` (0: anew) has it already.
         names = [name for name, _ in launch]
         self._folder = None
         if out:
-            new = None if continued_at else _settings(config, partition, names, notes)
-            self._folder = RunFolder(out, new, provenance, continued_at)
+            settings = _settings(config, partition, names, notes)
+            self._folder = RunFolder(out, settings, provenance, continued_at)
 
     def plan(self, number: int) -> list[ClientJob]:
         """Return the jobs of a round, without downloads: a pure function of the round.

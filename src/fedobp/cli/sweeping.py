@@ -219,7 +219,9 @@ def print_outcome(
     content |= {"missing": outcome.missing} if outcome.missing else {}
     if results:
         plan = read_plan(folder / f"{name}.toml")
-        saved = list(plan.outcome(list(plan.configs), {}).runs.values())
+        others = plan.outcome([run for run in plan.configs if run not in outcome.runs], {}).runs
+        found = {**outcome.runs, **others}
+        saved = [found[run] for run in plan.configs if run in found]
         write_json(folder / f"{name}.json", content)
         write_tables(folder, saved)
         table = compare_table(results)

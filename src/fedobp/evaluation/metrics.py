@@ -66,10 +66,12 @@ def count(
 
 def merge(counts: Sequence[ClientCounts]) -> Accuracy:
     """Return the accuracies of clients' counts, wherever they were made."""
-    tested = [one for one in counts if one.tested.any()]
+    has_any = [bool(one.tested.any()) for one in counts]
+    tested = [one for one, has_samples in zip(counts, has_any, strict=True) if has_samples]
     correct = torch.stack([one.correct for one in tested]).double()
     samples = torch.stack([one.tested for one in tested]).double()
     per_client = correct.sum(dim=1) / samples.sum(dim=1)
+    shares = iter((100 * per_client).tolist())
     by_class = samples.sum(dim=0)
     recalls = (correct.sum(dim=0) / by_class)[by_class > 0]
     lowest = per_client.sort().values[: max(1, len(tested) // 10)]
@@ -83,7 +85,7 @@ def merge(counts: Sequence[ClientCounts]) -> Accuracy:
         balanced=_percent(recalls.mean()),
         majority_class=_percent(majority / samples.sum()),
         metrics=merge_scores([one.metrics for one in counts], sizes) if sizes else {},
-        per_client=tuple(_percent(one.correct.sum() / n) if (n := one.tested.sum()) else None for one in counts),
+        per_client=tuple(next(shares) if has_samples else None for has_samples in has_any),
     )
 
 

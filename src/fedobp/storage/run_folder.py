@@ -123,20 +123,30 @@ def provenance(engine: str = "") -> str:
 class RunFolder:
     """Writes one run's files into its folder."""
 
-    def __init__(self, folder: Path, config: str | None, engine: str = "", continued_at: int = 0) -> None:
-        """Take a folder for a run with the settings `config`; or go on in it after a round, with what is logged."""
-        self.path = folder
-        if config is not None:
-            head = f"# Run again with: fedobp run --config config.toml\n{provenance(engine)}"
-            claim(folder, "config.toml", head + config)
-        held = lock(folder / ".lock")
-        self._release = weakref.finalize(self, held.__exit__, None, None, None)
+    def __init__(self, folder: Path, config: str, engine: str = "", continued_at: int | None = None) -> None:
+        """Take a folder for a run with the settings `config`.
+
+        A run that was interrupted goes on in its folder after a round, or anew (0): what was written later is removed.
+        Another process that trains there keeps all its files.
+        """
+        _run_files(folder)  # makes the folder
+        self.path, held = folder, lock(folder / ".lock")
         if not held.__enter__():
             raise FedobpError(
                 f"{holder(folder / '.lock')} trains in {short(folder, 200)}: wait until it ends, or end it"
             )
-        if config is None:
-            self._cut(continued_at)
+        self._release = weakref.finalize(self, held.__exit__, None, None, None)
+        try:
+            if continued_at:
+                self._cut(continued_at)
+                return
+            if continued_at == 0:
+                clear(folder)
+            head = f"# Run again with: fedobp run --config config.toml\n{provenance(engine)}"
+            claim(folder, "config.toml", head + config)
+        except BaseException:
+            self._release()
+            raise
 
     def _cut(self, number: int) -> None:
         """Remove what was written after a round."""
