@@ -9,10 +9,9 @@ last, so a checkpoint exists whole or not at all. The newest two are kept, with 
 import json
 import re
 import shutil
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,17 +45,12 @@ class Interval:
 
     rounds: int | None = None  # 0: never
     seconds: float = 60.0
-    _last: list[float] = field(default_factory=lambda: [time.monotonic()], repr=False, compare=False)
 
-    def is_due(self, number: int) -> bool:
-        """Say whether a checkpoint is due after a round."""
+    def is_due(self, number: int, seconds: float) -> bool:
+        """Say whether a checkpoint is due after a round; `seconds` have passed since the last one."""
         if self.rounds is not None:
             return self.rounds > 0 and number % self.rounds == 0
-        return time.monotonic() - self._last[0] >= self.seconds
-
-    def taken(self) -> None:
-        """Note that a checkpoint was taken."""
-        self._last[0] = time.monotonic()
+        return seconds >= self.seconds
 
 
 NEVER = Interval(rounds=0)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -92,13 +92,18 @@ def _kind(config: Config, method: Method) -> Kind:
     """Return how a method trains: clients in turn, with functions of its own, or as the engine does best."""
     if method.sequential:
         return "sequential"
-    model, clients = Model("mlp", (4,), 2), torch.arange(2)
-    ctx = RoundContext(model, 1, config.rounds, len(clients), config.epochs, clients)
+    clients = torch.arange(2)
+    ctx = RoundContext(_small_model(), 1, config.rounds, len(clients), config.epochs, clients)
     program = caught(lambda: [*method.client_update(ctx), *method.personalize(ctx)])
     if isinstance(program, BaseException):  # a plugin that needs more than this context: it will say so in its run
         return "custom"
     custom = any(isinstance(item, Sweep) or (isinstance(item, Train) and item.loss is not None) for item in program)
     return "custom" if custom else "plain"
+
+
+@cache
+def _small_model() -> Model:
+    return Model("mlp", (4,), 2)
 
 
 def check_launches(launches: Sequence[Sequence[int]], configs: Mapping[int, Config]) -> None:

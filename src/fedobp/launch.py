@@ -130,7 +130,7 @@ class Launch:
         self.engine = engine_for(first.config, first.model, batch)
         self._outcomes: dict[int, Result | BaseException] = {}
         self.active: dict[int, Simulation] = {}
-        self._interval, self._checkpoints = interval, dict[int, Checkpoints]()
+        self._interval, self._checkpoints, self._saved_at = interval, dict[int, Checkpoints](), time.monotonic()
         names = [plan.name for plan in plans]
         past = [
             PastRun(plan.out, plan.config, plan.partition, names) if resume and plan.out else None for plan in plans
@@ -156,11 +156,12 @@ class Launch:
 
     def save(self, number: int, *, now: bool = False) -> None:
         """Take checkpoints of all active runs if they are due after a round, or `now`."""
-        if self._interval != NEVER and (now or self._interval.is_due(number)):
+        elapsed = time.monotonic() - self._saved_at
+        if self._interval != NEVER and (now or self._interval.is_due(number, elapsed)):
             for at in list(self.active):
                 if at in self._checkpoints:
                     self.attempt(at, partial(self._checkpoints[at].save, number))
-            self._interval.taken()
+            self._saved_at = time.monotonic()
 
     def attempt(self, at: int, step: Callable[[], T]) -> T | None:
         """Take a step of a run; what it raises ends this run alone."""
