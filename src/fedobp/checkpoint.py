@@ -4,6 +4,9 @@ A checkpoint of round R in a run's folder is `checkpoint/server-R.safetensors`: 
 the sums and evaluations so far, and which file holds each client. What clients and their records hold is in
 `checkpoint/clients-R.safetensors`: only clients that changed since the checkpoint before. The server's file is written
 last, so a checkpoint exists whole or not at all. The newest two are kept, with the files of clients that they name.
+
+A thread writes a checkpoint while the next rounds train. That is safe because no tensor of a server, record or client
+is ever written in place: a round replaces them. On CUDA the thread copies them to the host on a stream of its own.
 """
 
 import json
@@ -11,6 +14,8 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +27,7 @@ from fedobp.config import Config
 from fedobp.engine import ClientPool, Store
 from fedobp.errors import FedobpError, short
 from fedobp.files import unwritable, write_json
+from fedobp.records import Tensors
 from fedobp.result import Result
 from fedobp.run import Run
 from fedobp.saved_runs import read_run
@@ -61,11 +67,23 @@ def identity(config: Config, partition: str) -> dict[str, Any]:
     return {"settings": config.hash, "partition": partition, **versions()}
 
 
-class Checkpoints:
-    """The checkpoints of one run, in its folder."""
+class Snapshot(NamedTuple):
+    """All that a checkpoint holds, as it was after a round."""
 
-    def __init__(self, folder: Path, run: Run, clients: ClientPool, launch: Sequence[str]) -> None:
-        self._folder, self._run, self._clients = folder / FOLDER, run, clients
+    round: int
+    server: dict[str, Tensor]
+    run: dict[str, Any]  # plain values
+    stores: dict[str, dict[int, Tensors]]  # of clients that changed since the checkpoint before
+    changed: list[int]
+    ready: torch.cuda.Event | None  # when a device has computed it
+
+
+class Checkpoints:
+    """The checkpoints of one run, in its folder; `writer` is the thread that writes those of its launch, in turn."""
+
+    def __init__(self, folder: Path, run: Run, clients: ClientPool, launch: Sequence[str], writer: Executor) -> None:
+        self._folder, self._run, self._clients, self._writer = folder / FOLDER, run, clients, writer
+        self._writing: Future[None] | None = None
         self._about = {**identity(run.config, run.partition), "launch": list(launch)}
         self._known = Clients({}, {})
         self._before: set[int] = set()  # files of clients that the checkpoint before names
@@ -75,18 +93,46 @@ class Checkpoints:
         return {"records": self._run.records, **self._clients.stores}
 
     def save(self, number: int) -> None:
-        """Write a checkpoint after a round, and remove what neither of the newest two needs."""
+        """Take a checkpoint after a round: what it holds is fixed now, and written while the next rounds train."""
+        self.wait()
         self._run.settle()
         stores = self._stores
         changed = sorted(set[int]().union(*(store.changed for store in stores.values())))
+        device, ready = self._run.server["theta"].device, None
+        if device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record(torch.cuda.current_stream(device))
+        held = {name: {one: store[one] for one in changed if one in store} for name, store in stores.items()}
+        snapshot = Snapshot(number, dict(self._run.server), self._run.snapshot(), held, changed, ready)
+        for store in stores.values():
+            store.changed.clear()
+        self._writing = self._writer.submit(self._write, snapshot)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written; if it could not be, this raises why."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        """Write a checkpoint, and remove what neither of the newest two needs."""
+        device = snapshot.server["theta"].device
+        with torch.cuda.stream(torch.cuda.Stream(device)) if snapshot.ready else nullcontext():
+            if snapshot.ready:
+                snapshot.ready.wait()
+            self._write_files(snapshot)
+        self._remove_old()
+
+    def _write_files(self, snapshot: Snapshot) -> None:
+        number, changed = snapshot.round, snapshot.changed
         try:
             self._folder.mkdir(exist_ok=True)
         except OSError as error:
             raise unwritable(self._folder, error) from error
         known = Clients({**self._known.rounds, **dict.fromkeys(changed, number)}, {**self._known.checksums})
         if changed:
-            members = {name: [client for client in changed if client in store] for name, store in stores.items()}
-            tensors, same = _client_tensors(stores, changed)
+            members = {name: list(records) for name, records in snapshot.stores.items()}
+            tensors, same = _client_tensors(snapshot.stores, changed)
             path = _clients_file(self._folder, number)
             known.checksums[number] = write_tensors(path, tensors, {"members": members, "same": same})
         in_use = set(known.rounds.values())
@@ -94,15 +140,12 @@ class Checkpoints:
         about = {
             **self._about,
             "round": number,
-            "run": self._run.snapshot(),
+            "run": snapshot.run,
             "clients": {str(client): at for client, at in known.rounds.items()},
             "files": {str(at): checksum for at, checksum in files.items()},
         }
-        write_tensors(_server_file(self._folder, number), self._run.server, about)
+        write_tensors(_server_file(self._folder, number), snapshot.server, about)
         self._before, self._known = set(self._known.checksums), Clients(known.rounds, files)
-        for store in stores.values():
-            store.changed.clear()
-        self._remove_old()
 
     def _remove_old(self) -> None:
         """Remove checkpoints but the newest two, and files of clients that neither of them names."""
@@ -142,8 +185,10 @@ class Checkpoints:
                 _server_file(self._folder, later).unlink()
 
 
-def _client_tensors(stores: Mapping[str, Store], clients: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return what the stores hold of clients by key, and keys whose tensors equal another one of the same client.
+def _client_tensors(
+    stores: Mapping[str, Mapping[int, Tensors]], clients: Sequence[int]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return what stores hold of clients by key, and keys whose tensors equal another one of the same client.
 
     A client's last model is often in its state or in the server's record, too: it is written once.
     """
@@ -152,7 +197,7 @@ def _client_tensors(stores: Mapping[str, Store], clients: Sequence[int]) -> tupl
     for client in clients:
         own: dict[str, Tensor] = {}
         for name, store in stores.items():
-            for key, value in store[client].items() if client in store else ():
+            for key, value in store.get(client, {}).items():
                 place = f"{name}.{client}.{key}"
                 equal = next((other for other, known in own.items() if _is_equal(known, value)), None)
                 if equal is None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -131,6 +132,7 @@ class Launch:
         self._outcomes: dict[int, Result | BaseException] = {}
         self.active: dict[int, Simulation] = {}
         self._interval, self._checkpoints, self._saved_at = interval, dict[int, Checkpoints](), time.monotonic()
+        self._writer = ThreadPoolExecutor(max_workers=1)  # one: a round's checkpoints are written before the next's
         names = [plan.name for plan in plans]
         past = [
             PastRun(plan.out, plan.config, plan.partition, names) if resume and plan.out else None for plan in plans
@@ -150,18 +152,20 @@ class Launch:
                 self.active[at] = one
                 folder = plans[at].out
                 if folder and (self.round or interval != NEVER):
-                    self._checkpoints[at] = Checkpoints(folder, one.run, one.clients, names)
+                    self._checkpoints[at] = Checkpoints(folder, one.run, one.clients, names, self._writer)
                     if self.round:
                         self.attempt(at, partial(self._checkpoints[at].restore, self.round))
 
     def save(self, number: int, *, now: bool = False) -> None:
-        """Take checkpoints of all active runs if they are due after a round, or `now`."""
+        """Take checkpoints of all active runs if they are due after a round, or `now`: then they are also written."""
         elapsed = time.monotonic() - self._saved_at
-        if self._interval != NEVER and (now or self._interval.is_due(number, elapsed)):
-            for at in list(self.active):
-                if at in self._checkpoints:
-                    self.attempt(at, partial(self._checkpoints[at].save, number))
-            self._saved_at = time.monotonic()
+        if self._interval == NEVER or not (now or self._interval.is_due(number, elapsed)):
+            return
+        for at in [at for at in self.active if at in self._checkpoints]:
+            self.attempt(at, partial(self._checkpoints[at].save, number))
+        for at in [at for at in self.active if at in self._checkpoints and now]:
+            self.attempt(at, self._checkpoints[at].wait)
+        self._saved_at = time.monotonic()
 
     def attempt(self, at: int, step: Callable[[], T]) -> T | None:
         """Take a step of a run; what it raises ends this run alone."""
@@ -179,6 +183,7 @@ class Launch:
             return done
         folder = self._plans[at].out
         if folder and at in self._checkpoints:
+            caught(self._checkpoints[at].wait)
             note_failure(folder, self.round + 1, done)
         self._end(at, done)
         if len(self._plans) > 1:  # the others need the memory that its frames hold
@@ -188,6 +193,8 @@ class Launch:
 
     def _end(self, at: int, outcome: Result | BaseException) -> None:
         """End a run; callbacks hear of one that has started."""
+        if at in self._checkpoints:
+            caught(self._checkpoints[at].wait)  # it has ended, whether or not this one could be written
         if ended := self.active.pop(at, None):
             ended.run.close()
             outcome = report_end(self._callbacks, self._plans[at].config, outcome)
@@ -197,6 +204,7 @@ class Launch:
         """End all runs that are active, with what stops them: an interrupt, for example."""
         for at in list(self.active):
             self._end(at, error)
+        self._writer.shutdown()
 
     def plan(self, number: int) -> dict[int, Planned]:
         """Return the jobs of each run's round, or why there are none."""
@@ -238,6 +246,7 @@ class Launch:
 
     def results(self) -> list[Result | BaseException]:
         """Return each run's result, or what ended it; without failures, checkpoints are needed no more."""
+        self._writer.shutdown()
         found = [self._outcomes[at] for at in range(len(self._plans))]
         if all(isinstance(one, Result) for one in found):
             for plan in self._plans:

@@ -34,9 +34,11 @@ from lanes_cases import compare as compare_engines
 
 from fedobp import Callback, Config, Federation, FedobpError, sweep
 from fedobp.algorithms import METHODS
+from fedobp.checkpoint import Interval
 from fedobp.engine import Budget, ClientPool, Lanes, PoolJob, Serial, Store, batch_order, memory_of
 from fedobp.engine.lanes import trainer as trainer_module
 from fedobp.importance import above
+from fedobp.launch import StopTraining
 from fedobp.method import RoundContext
 
 pytestmark = [
@@ -402,3 +404,25 @@ def test_a_run_does_not_change_the_cuda_generator():
     before = torch.cuda.get_rng_state()
     Federation(Config(**SMALL, device="cuda")).run("fedobp")
     assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_interrupted_launch_goes_on_to_the_same_bytes(precision, tmp_path):
+    """Checkpoints are copied to the host and written while the next rounds train."""
+    configs = [
+        Config(rounds=8, seed=seed, device="cuda", precision=precision, eval_every=4, method=method, clients=20)
+        for seed, method in ((1, "fedobp"), (2, "fedavg"), (3, "scaffold"))
+    ]
+
+    def stop(at):
+        if at.round == 6:
+            raise StopTraining
+
+    whole, cut = ([tmp_path / f"{name}{at}" for at in range(len(configs))] for name in ("whole", "cut"))
+    sweep(configs, out=whole)
+    with pytest.raises(StopTraining):
+        sweep(configs, out=cut, progress=stop, interval=Interval(1))
+    sweep(configs, out=cut, interval=Interval(1), resume=True)
+    for one, other in zip(whole, cut, strict=True):
+        for name in ("metrics.jsonl", "clients.csv", "models/global.safetensors", "models/clients.safetensors"):
+            assert (one / name).read_bytes() == (other / name).read_bytes()

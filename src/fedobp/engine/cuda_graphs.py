@@ -41,7 +41,8 @@ def capture(run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
     gc.disable()
     try:
         with torch.cuda.stream(capturing):
-            graph.capture_begin(*([] if pool is None else [pool]))
+            # Of this thread alone: another one may be copying a checkpoint to the host.
+            graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 run()
             finally:
