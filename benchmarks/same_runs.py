@@ -89,8 +89,11 @@ def run(commit: str | None, folder: Path) -> Path:
     return out
 
 
+_OF_THE_FILE = ("seconds", "out", "format", "files", "sha256")
+
+
 def content(path: Path, renamed: dict[str, str]) -> bytes:
-    """Return what must be equal of a file: without times, paths and the line that names versions."""
+    """Return what must be equal of a file: without times, paths, checksums and the line that names versions."""
     data = path.read_bytes()
     if path.suffix == ".safetensors":
         return data
@@ -99,7 +102,7 @@ def content(path: Path, renamed: dict[str, str]) -> bytes:
         text = re.sub(rf'"{re.escape(old)}":', f'"{new}":', text)
     if path.name == "result.json":
         result = json.loads(text)
-        return json.dumps({key: value for key, value in result.items() if key not in ("seconds", "out")}).encode()
+        return json.dumps({key: value for key, value in result.items() if key not in _OF_THE_FILE}).encode()
     return "\n".join(line for line in text.splitlines() if not line.startswith("# Made by")).encode()
 
 

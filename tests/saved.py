@@ -6,6 +6,7 @@ from pathlib import Path
 from fedobp import Config
 from fedobp.csv_rows import write_rows
 from fedobp.evaluation import make_protocol
+from fedobp.storage import write_result
 
 SETTINGS = {
     "dataset": "digits", "clients": 4, "partition": "dirichlet", "alpha": 0.1, "val_ratio": 0.0, "holdout_clients": 0,
@@ -58,7 +59,6 @@ def write_run(
             "fedobp": "9.8", "torch": "7.6", "triton": None, "python": "3.11", "device": "abacus", "precision": "fp32",
             "engine": "lanes", "threads": 3, "beside": [f"{method}-seed{seed}", "other-seed1"],
         }  # fmt: skip
-    (folder / "result.json").write_text(json.dumps(result))
     means = {2: (0.0, 1.0, 0.0), 4: (0.0, 2.0, 1.0)}
     lines = [
         {"round": at, **({"personal_by_tensor": dict(zip(TENSORS, means[at], strict=True))} if at in means else {})}
@@ -70,4 +70,5 @@ def write_run(
         (folder / "timings.jsonl").write_text("".join(json.dumps(line) + "\n" for line in times))
     if clients:
         write_rows(folder / "clients.csv", clients)
+    write_result(folder, result)
     return folder

@@ -13,6 +13,7 @@ from fedobp import Config, Federation, FedobpError, load_results
 from fedobp.csv_rows import write_rows
 from fedobp.report.tidy import read_tidy, tidy_rows
 from fedobp.saved_runs import find_runs, read_run
+from fedobp.storage import write_result
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def test_runs_are_found(finished, tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("{", "is damaged"), ("[]", "is not the result of a run"), ('{"method": 3}', "is not the result of a run")],
+    [("{", "is damaged"), ("[]", "is damaged"), ('{"method": 3}', "is not the result of a run")],
 )
 def test_a_damaged_result_is_a_user_error(tmp_path: Path, content: str, said: str):
     (tmp_path / "result.json").write_text(content)
@@ -142,8 +143,27 @@ def test_damage_that_can_be_parsed_is_a_user_error(finished, tmp_path: Path, nam
     text = (tmp_path / "run" / name).read_text()
     assert old in text
     (tmp_path / "run" / name).write_text(text.replace(old, new, 1))
+    with pytest.raises(FedobpError, match=f"{name} is damaged.*checksum"):
+        load_results(tmp_path / "run")
+    found = json.loads((tmp_path / "run" / "result.json").read_text())  # as a run would have written it
+    write_result(tmp_path / "run", {key: value for key, value in found.items() if key not in ("format", "sha256")})
     with pytest.raises(FedobpError, match=f"{name} is .*: remove .*, and run it again"):
         load_results(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["result.json", "config.toml", "clients.csv", "metrics.jsonl"])
+def test_a_changed_digit_is_a_user_error(finished, tmp_path: Path, name: str):
+    """Every tenth of them: what can be parsed and looks right is not believed."""
+    _, result = finished
+    shutil.copytree(result.out, tmp_path / "run")
+    text = (result.out / name).read_text()
+    for at in [at for at, one in enumerate(text) if one.isdigit()][::10]:
+        changed = text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :]
+        if name == "result.json" and json.loads(changed) == json.loads(text):
+            continue  # the last digit of a float that is nearest to both
+        (tmp_path / "run" / name).write_text(changed)
+        with pytest.raises(FedobpError, match=f"{name} .*(damaged|format)"):
+            [run.metrics() for run in find_runs([tmp_path / "run"]) if run.to_result()]
 
 
 def test_copies_that_are_not_complete_are_not_found(finished, tmp_path: Path):

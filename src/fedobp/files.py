@@ -1,14 +1,15 @@
 """File access: only regular files are read, and writes are atomic (a temporary file is renamed)."""
 
+import hashlib
 import json
 import os
 import stat
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from fedobp.errors import FedobpError, short
 
@@ -145,6 +146,46 @@ def _temporary_path(path: Path) -> Path:
 def write_json(path: Path, value: object) -> None:
     """Write a value as an indented JSON file."""
     write(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+JSON_FORMAT = 1
+
+
+def write_checked_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object with a format version, and a checksum of all that it holds."""
+    content = {**json.loads(json.dumps(value)), "format": JSON_FORMAT}  # as it will be read: keys are texts
+    write_json(path, {**content, "sha256": _json_checksum(content)})
+
+
+def read_checked_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object that is as it was written; what is not JSON raises a ValueError.
+
+    One of an older version has no checksum, and is read as it is.
+    """
+    where, content = short(path, 200), json.loads(regular(path).read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError("it is no JSON object")
+    version, checksum = content.get("format"), content.pop("sha256", None)
+    if version is None and checksum is None:
+        return content
+    if version != JSON_FORMAT:
+        raise FedobpError(
+            f"{where} has format {short(version)}, and this fedobp reads {JSON_FORMAT}: use a newer fedobp"
+        )
+    if checksum != _json_checksum(content):
+        raise FedobpError(f"{where} is damaged: its checksum is not that of its content; take another copy")
+    del content["format"]
+    return content
+
+
+def _json_checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with regular(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def taken(path: Path) -> FedobpError:

@@ -11,7 +11,7 @@ from fedobp.config import Config, read_config, settings
 from fedobp.csv_rows import read_rows
 from fedobp.errors import FedobpError, short
 from fedobp.evaluation import Accuracy, Metrics, NewClients, Personal, make_protocol, metric_from_json
-from fedobp.files import regular
+from fedobp.files import read_checked_json, regular, sha256_of
 from fedobp.result import Compute, Result, Results, Traffic
 
 _COLUMNS = {"client", "train", "test", "entropy", "served", "last", "personal"}  # of clients.csv, at least
@@ -40,6 +40,7 @@ class SavedRun:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of `metrics.jsonl`, one a round."""
+        _verify(self.folder, self.result, "metrics.jsonl")
         return _read_lines(self.folder / "metrics.jsonl")
 
     def timings(self) -> list[dict[str, Any]]:
@@ -49,6 +50,7 @@ class SavedRun:
     def clients(self) -> list[dict[str, Any]]:
         """Return the rows of `clients.csv`, None where a cell is empty; [] if there is no such file."""
         path = self.folder / "clients.csv"
+        _verify(self.folder, self.result, "clients.csv")
         rows = read_rows(path) if path.exists() else []
         for row in rows:
             if not row.keys() >= _COLUMNS or any(isinstance(value, str) for value in row.values()):
@@ -115,16 +117,24 @@ def _no_result(path: Path) -> FedobpError:
 
 def read_run(folder: Path) -> SavedRun:
     """Read a finished run."""
-    result = _parsed(folder / "result.json", json.loads)
+    result = _read(folder / "result.json", read_checked_json)
     wanted = {"method": str, "accuracy": dict, "history": list, "personal": dict, "bytes": dict, "compute": dict}
-    if not isinstance(result, dict) or not all(isinstance(result.get(name), kind) for name, kind in wanted.items()):
+    if not all(isinstance(result.get(name), kind) for name, kind in wanted.items()):
         raise _no_result(folder / "result.json")
+    _verify(folder, result, "config.toml")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it trained side by side with others matters to who repeats it
         config = Config(**read_config(folder / "config.toml"))
     if unset := [name for name in _DECIDED if getattr(config, name) is None]:
         raise _damaged(folder / "config.toml", f"it has no {unset[0]}")
     return SavedRun(folder, config, result)
+
+
+def _verify(folder: Path, result: Mapping[str, Any], name: str) -> None:
+    """Refuse a file that is not as its run wrote it. Runs of older versions have no checksums."""
+    path, known = folder / name, result.get("files", {})
+    if name in known and path.exists() and sha256_of(path) != known[name]:
+        raise _damaged(path, "its checksum is not that in result.json")
 
 
 def find_runs(paths: Sequence[Path]) -> list[SavedRun]:
@@ -151,18 +161,18 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the values of a file of JSON lines."""
     if not path.exists():
         return []
-    lines: list[dict[str, Any]] = _parsed(path, lambda text: [json.loads(line) for line in _lines(text)])
+    lines: list[dict[str, Any]] = _read(path, lambda path: [json.loads(line) for line in _lines(path)])
     return lines
 
 
-def _lines(text: str) -> Iterator[str]:
-    return (line for line in text.splitlines() if line.strip())
+def _lines(path: Path) -> Iterator[str]:
+    return (line for line in regular(path).read_text(encoding="utf-8").splitlines() if line.strip())
 
 
-def _parsed(path: Path, parse: Any) -> Any:
+def _read(path: Path, parse: Any) -> Any:
     """Return what a file holds, or say that it is damaged."""
     try:
-        return parse(regular(path).read_text(encoding="utf-8"))
+        return parse(path)
     except (ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
 

@@ -33,7 +33,7 @@ from fedobp.report.tidy import history_rows, tidy_rows
 from fedobp.resolution import absolute_path
 from fedobp.result import Failure, Result
 from fedobp.saved_runs import SavedRun, read_run
-from fedobp.storage import claim, provenance, release
+from fedobp.storage import claim, provenance, release, write_result
 from fedobp.sweep_file import check_name, read_sweep_file, to_toml
 from fedobp.sweeps import SweepPlan, plan_sweep, sweep
 
@@ -442,7 +442,7 @@ def copy_run(source: Path, target: Path) -> None:
         shutil.rmtree(part, ignore_errors=True)
         shutil.copytree(source, part)
         if (part / "result.json").exists():
-            write_json(part / "result.json", {**read_run(source).result, "out": str(target)})
+            write_result(part, {**read_run(source).result, "out": str(target)})
         shutil.rmtree(target, ignore_errors=True)
         part.replace(target)
     except FedobpError:

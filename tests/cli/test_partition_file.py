@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fedobp.files import read_checked_json, write_checked_json
+
 RUN = ("run", "--rounds", 2, "--epochs", 1, "--model", "mlp")
 
 
@@ -96,9 +98,9 @@ def test_seeds_of_a_comparison_share_the_files_partition(command):
 )
 def test_settings_of_a_file_are_checked_like_any_others(command, change, sentence):
     saved(command)
-    about = json.loads(Path("six.json").read_text())
+    about = read_checked_json(Path("six.json"))
     about["settings"] = {k: v for k, v in {**about["settings"], **change}.items() if v is not None}
-    Path("six.json").write_text(json.dumps(about))
+    write_checked_json(Path("six.json"), about)
     said = command(*RUN, "--partition-file", "six")
     assert said.code == 2
     assert sentence in said.err

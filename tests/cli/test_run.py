@@ -33,7 +33,9 @@ def test_run_json_has_exactly_the_documented_shape(command):
     assert run["history"][-1] == [2, run["accuracy"]["pooled"], run["accuracy"]["client_mean"]]
     assert run["protocol"]["name"] == "default"
     assert run["out"] == "here"
-    assert json.loads(Path("here/result.json").read_text()) == run
+    saved = json.loads(Path("here/result.json").read_text())
+    assert {name: saved[name] for name in run} == run
+    assert saved.keys() - run.keys() == {"format", "files", "sha256"}
 
 
 def test_finetuned_is_null_without_finetune_epochs(command):

@@ -6,11 +6,14 @@ import zipfile
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from fedobp.data import Dataset, load_partition, partition, partition_hash, partition_settings, save_partition
 from fedobp.data.partition import Shard
 from fedobp.data.partitioners import InputChange
 from fedobp.errors import FedobpError
+from fedobp.files import read_checked_json, write_checked_json
 
 Y = np.arange(60) % 3
 SETTINGS = {"clients": 4, "alpha": 0.5, "holdout_clients": 1}
@@ -34,7 +37,7 @@ def saved(tmp_path, shards):
 
 def change_json(path, **changes):
     file = path.with_suffix(".json")
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    write_checked_json(file, {**read_checked_json(file), **changes})
 
 
 @pytest.mark.essential
@@ -114,6 +117,33 @@ def test_a_partition_of_another_dataset_is_refused(saved, other):
     )
     with pytest.raises(FedobpError, match=sentence):
         load_partition(saved, other)
+
+
+@given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+def test_a_changed_bit_of_the_json_is_refused(saved, at, bit):
+    file = saved.with_suffix(".json")
+    content = file.read_bytes()
+    changed = bytearray(content)
+    changed[int(at * len(content))] ^= 1 << bit
+    file.write_bytes(changed)
+    try:
+        found = read_checked_json(file)
+    except (FedobpError, ValueError):
+        with pytest.raises(FedobpError, match=r"four.json"):
+            load_partition(saved, dataset())
+    else:  # white space, or an escape of the same character
+        file.write_bytes(content)
+        assert found == read_checked_json(file)
+    finally:
+        file.write_bytes(content)
+
+
+def test_a_newer_format_is_named(saved):
+    change = json.loads(saved.with_suffix(".json").read_text())
+    saved.with_suffix(".json").write_text(json.dumps({**change, "format": 2}))
+    with pytest.raises(FedobpError, match=r"four.json has format 2, and this fedobp reads 1: use a newer fedobp"):
+        load_partition(saved, dataset())
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".json"])

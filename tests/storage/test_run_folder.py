@@ -16,7 +16,7 @@ import torch
 from fedobp import Config, Federation, FedobpError, sweep
 from fedobp.config import read_config
 from fedobp.engine import Lanes
-from fedobp.files import write
+from fedobp.files import read_checked_json, write
 from fedobp.models import Model
 from fedobp.storage import RunFolder, claim, new_run_folder
 
@@ -88,7 +88,9 @@ def test_metrics_have_one_line_a_round_and_no_times(run):
 
 def test_the_result_is_what_the_caller_got(run):
     folder, result = run
-    assert json.loads((folder / "result.json").read_text()) == json.loads(json.dumps(result.to_json()))
+    found = read_checked_json(folder / "result.json")
+    assert found.pop("files").keys() == {"config.toml", "metrics.jsonl", "clients.csv"}
+    assert found == json.loads(json.dumps(result.to_json()))
 
 
 @pytest.mark.essential

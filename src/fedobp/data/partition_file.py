@@ -1,6 +1,7 @@
 """A saved partition: NAME.npz holds the sample ids of each client, NAME.json the settings and the hash of the content.
 
-The hash depends only on the labels and the partition, so equal arguments give equal hashes on every machine.
+NAME.json has a checksum of itself, too. The hash depends only on the labels and the partition, so equal arguments give
+equal hashes on every machine.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from fedobp.data.npz import read_npz
 from fedobp.data.partition import Shard
 from fedobp.data.partitioners import InputChange
 from fedobp.errors import FedobpError, short
-from fedobp.files import atomic_write, regular, unwritable, write_json
+from fedobp.files import atomic_write, read_checked_json, unwritable, write_checked_json
 
 # The arrays in NAME.npz. `ids` holds each client's train, val and test ids, client after client; the others hold one
 # entry per client.
@@ -51,7 +52,7 @@ def save_partition(name: Path, dataset: Dataset, shards: Sequence[Shard], settin
         np.savez(file, **arrays)
     metadata = {"name": dataset.name, "samples": len(dataset.y), "fingerprint": fingerprint}
     try:
-        write_json(files[1], {"hash": found, "dataset": metadata, "settings": dict(settings)})
+        write_checked_json(files[1], {"hash": found, "dataset": metadata, "settings": dict(settings)})
     except FedobpError:
         files[0].unlink()
         raise
@@ -111,7 +112,7 @@ def _read_metadata(name: Path) -> dict[str, Any]:
     path = _files(name)[1]
     try:
         with memory_guard(f"the partition {short(path, 200)}", path.stat().st_size):
-            metadata = json.loads(regular(path).read_text(encoding="utf-8"))
+            metadata = read_checked_json(path)
         texts = metadata["hash"], metadata["dataset"]["name"], metadata["dataset"]["fingerprint"]
         if not all(isinstance(text, str) for text in texts) or not isinstance(metadata["dataset"]["samples"], int):
             raise TypeError
@@ -126,7 +127,6 @@ def _read_metadata(name: Path) -> dict[str, Any]:
         raise FedobpError(
             f"{short(path, 200)} does not describe a partition: make it with `fedobp partition --save NAME`"
         ) from error
-    assert isinstance(metadata, dict)
     return metadata
 
 

@@ -1,7 +1,16 @@
 """What runs write to disk: run folders and models."""
 
 from fedobp.storage.client_models import ClientModels, load_state_dict
-from fedobp.storage.run_folder import RunFolder, claim, clear, new_run_folder, provenance, release, versions
+from fedobp.storage.run_folder import (
+    RunFolder,
+    claim,
+    clear,
+    new_run_folder,
+    provenance,
+    release,
+    versions,
+    write_result,
+)
 
 __all__ = [
     "ClientModels",
@@ -13,4 +22,5 @@ __all__ = [
     "provenance",
     "release",
     "versions",
+    "write_result",
 ]

@@ -2,7 +2,8 @@
 
 `config.toml` repeats the run; `metrics.jsonl` has one line per round; `clients.csv` has one row per client; `models/`
 holds the final models. These four are byte-equal for two runs of one configuration on one machine. Times are not, so
-they are in a file of their own, `timings.jsonl`. `result.json` is what `fedobp run --json` prints.
+they are in a file of their own, `timings.jsonl`. `result.json` is what `fedobp run --json` prints, with checksums of
+the other files and its own.
 """
 
 import json
@@ -23,7 +24,7 @@ import torch
 from fedobp._version import __version__
 from fedobp.csv_rows import write_rows
 from fedobp.errors import FedobpError, short
-from fedobp.files import holder, lock, taken, unwritable, write, write_json, write_new
+from fedobp.files import holder, lock, sha256_of, taken, unwritable, write, write_checked_json, write_new
 
 _RUN_FILES = (
     "config.toml", "compare.toml", "sweep.toml", "metrics.jsonl", "timings.jsonl", "clients.csv", "result.json",
@@ -120,6 +121,15 @@ def provenance(engine: str = "") -> str:
     return f"# Made by {made_by}, {torch.get_num_threads()} threads{engine and f', {engine}'}\n"
 
 
+_CHECKED = ("config.toml", "metrics.jsonl", "clients.csv")  # what a result stands beside; models have their own
+
+
+def write_result(folder: Path, result: Mapping[str, Any]) -> None:
+    """Write `result.json`, with the checksums of the files beside it and its own."""
+    files = {name: sha256_of(folder / name) for name in _CHECKED if (folder / name).exists()}
+    write_checked_json(folder / "result.json", {**result, "files": files})
+
+
 class RunFolder:
     """Writes one run's files into its folder."""
 
@@ -173,7 +183,7 @@ class RunFolder:
         """Write `clients.csv`, and last `result.json`: a folder that has one holds a finished run."""
         if clients:
             write_rows(self.path / "clients.csv", clients)
-        write_json(self.path / "result.json", result)
+        write_result(self.path, result)
 
     def close(self) -> None:
         """Leave the folder to others."""
