@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fedobp.config import Config
-from fedobp.engine import ClientPool, Store
+from fedobp.engine import Store
 from fedobp.errors import FedobpError, short
 from fedobp.files import unwritable, write_json
 from fedobp.records import Tensors
@@ -81,16 +81,16 @@ class Snapshot(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run, in its folder; `writer` is the thread that writes those of its launch, in turn."""
 
-    def __init__(self, folder: Path, run: Run, clients: ClientPool, launch: Sequence[str], writer: Executor) -> None:
-        self._folder, self._run, self._clients, self._writer = folder / FOLDER, run, clients, writer
+    def __init__(
+        self, folder: Path, run: Run, stores: Mapping[str, Store], launch: Sequence[str], writer: Executor
+    ) -> None:
+        """Take `stores` of clients that are simulated here, beside the server's records."""
+        self._folder, self._run, self._writer = folder / FOLDER, run, writer
+        self._stores = {"records": run.records, **stores}
         self._writing: Future[None] | None = None
         self._about = {**identity(run.config, run.partition), "launch": list(launch)}
         self._known = Clients({}, {})
         self._before: set[int] = set()  # files of clients that the checkpoint before names
-
-    @property
-    def _stores(self) -> dict[str, Store]:
-        return {"records": self._run.records, **self._clients.stores}
 
     def save(self, number: int) -> None:
         """Take a checkpoint after a round: what it holds is fixed now, and written while the next rounds train."""

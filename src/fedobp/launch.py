@@ -22,6 +22,7 @@ from fedobp.engine import (
     ClientJob,
     ClientPool,
     Engine,
+    LostClients,
     PoolJob,
     Prepared,
     caught,
@@ -36,7 +37,7 @@ from fedobp.result import Result
 from fedobp.run import Run
 
 T = TypeVar("T")
-Round = Generator[ClientJob, CohortUpdate, None]
+Round = Generator[ClientJob, CohortUpdate | LostClients, None]
 Update = CohortUpdate | BaseException
 Planned = list[ClientJob] | BaseException  # the jobs of a run's round, or why they could not be planned
 
@@ -152,7 +153,7 @@ class Launch:
                 self.active[at] = one
                 folder = plans[at].out
                 if folder and (self.round or interval != NEVER):
-                    self._checkpoints[at] = Checkpoints(folder, one.run, one.clients, names, self._writer)
+                    self._checkpoints[at] = Checkpoints(folder, one.run, one.clients.stores, names, self._writer)
                     if self.round:
                         self.attempt(at, partial(self._checkpoints[at].restore, self.round))
 

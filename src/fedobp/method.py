@@ -176,6 +176,7 @@ class CohortUpdate(NamedTuple):
     loss: Tensor = _NONE  # mean over each client's batches; NaN where it had none
     finite: Tensor = _NONE  # whether each client's weights and loss still are
     processed: int = 0  # samples that went through the clients' models, each as often as it did
+    answered: tuple[int, ...] | None = None  # positions in the cohort of those that these are; None: all of it
 
     def dense(self, name: str) -> Tensor:
         """Return an upload that is sent whole."""

@@ -20,7 +20,7 @@ class Sparse(NamedTuple):
         """Return the values where they were sent, and `other` elsewhere."""
         return torch.where(self.keep, self.values, other)
 
-    def at(self, index: int | slice) -> "Sparse":
+    def at(self, index: int | slice | list[int]) -> "Sparse":
         """Return one client's vector of a cohort's, or a part of the cohort."""
         return Sparse(self.values[index], self.keep[index])
 
@@ -29,7 +29,7 @@ Record = dict[str, Tensor | Sparse]
 R = TypeVar("R", Tensors, Record)
 
 
-def take(record: R, index: int | slice) -> R:
+def take(record: R, index: int | slice | list[int]) -> R:
     """Return one client's record of a cohort's, or that of a part of the cohort."""
     return {name: value.at(index) if isinstance(value, Sparse) else value[index] for name, value in record.items()}
 

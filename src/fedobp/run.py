@@ -12,13 +12,14 @@ from torch import Tensor
 from fedobp.accounting import Accounting, cost_of
 from fedobp.callbacks import Callback, report_round
 from fedobp.config import Config, side_by_side
-from fedobp.engine import Budget, ClientJob, Store
+from fedobp.engine import Budget, ClientJob, LostClients, Store
 from fedobp.errors import FedobpError
 from fedobp.evaluation import Accuracy, NewClients, Report, ServerView, make_protocol, report_from_json
 from fedobp.evaluation.evaluator import Keep
 from fedobp.method import CohortKind, CohortUpdate, InitialState, Method, RoundContext
 from fedobp.models import Model
 from fedobp.plugins import label
+from fedobp.records import Record, Tensors, take
 from fedobp.result import Compute, Result, Traffic
 from fedobp.sampling import Sampler
 from fedobp.storage import ClientModels, RunFolder, versions
@@ -87,36 +88,36 @@ class Run:
             contexts = [replace(one, cohort=client) for one in contexts for client in one.cohort.split(1)]
         return [self.job(one) for one in contexts]
 
-    def round(self, plan: Sequence[ClientJob]) -> Generator[ClientJob, CohortUpdate, None]:
+    def round(self, plan: Sequence[ClientJob]) -> Generator[ClientJob, CohortUpdate | LostClients, None]:
         """Run a planned round (the paper's Algorithm 1): download, train (yield), aggregate; then evaluate and log."""
         costs = []
         for job in plan:
-            cohort = job.ctx.cohort.tolist()
-            download, records = self.method.download(job.ctx, self.server, self.records.gather(cohort))
-            update = yield job.with_download(download)
+            download, records = self._download(job.ctx)
+            while isinstance(update := (yield job.with_download(download)), LostClients):
+                self.records.reset(update.clients)  # nodes that start anew: they get the whole model
+                download, records = self._download(job.ctx)
+            if update.answered is not None:  # nodes that did not answer in time are left out
+                job, answered = job.part(update.answered), list(update.answered)
+                download, records = take(download, answered), take(records, answered)
             if update.samples:  # a cohort without training samples skips aggregation
                 self.server, records = self.method.aggregate(job.ctx, self.server, records, update)
-                self.records.scatter(cohort, records)
+                self.records.scatter(job.ctx.cohort.tolist(), records)
             costs.append(cost_of(job, download, update))
         self.accounting.add_round(costs)
         self.evaluate_and_log(plan[0].ctx.round)
 
+    def _download(self, ctx: RoundContext) -> tuple[Record, Tensors]:
+        """Return what a cohort receives, and its records then."""
+        return self.method.download(ctx, self.server, self.records.gather(ctx.cohort.tolist()))
+
     def job(self, ctx: RoundContext) -> ClientJob:
         """Return a cohort's job, without its download."""
-        return ClientJob(ctx, tuple(self.method.client_update(ctx)), self.hparams(self.config.lr_at(ctx.round)))
+        hparams = hparams_of(self.config, self.method, self.config.lr_at(ctx.round))
+        return ClientJob(ctx, tuple(self.method.client_update(ctx)), hparams)
 
     def context(self, number: int, cohort: Tensor) -> RoundContext:
         """Return the context of a round for some clients."""
-        config, gradient = self.config, self._global_gradient
-        return RoundContext(
-            self.model, number, config.rounds, config.clients, config.epochs, cohort, config.seed, gradient,
-            config.holdout_clients,
-        )  # fmt: skip
-
-    def hparams(self, lr: float) -> dict[str, float]:
-        """Return the hyper-parameters that clients receive."""
-        rates = {"lr": lr, "momentum": self.config.momentum, "weight_decay": self.config.weight_decay}
-        return {**rates, **self.method.hparams()}
+        return replace(context_of(self.config, self.model, number, cohort), global_gradient=self._global_gradient)
 
     def is_due(self, number: int) -> bool:
         """Say whether a round is evaluated."""
@@ -156,7 +157,8 @@ class Run:
 
     def view(self, number: int) -> ServerView:
         """Return what an evaluation in a round is given."""
-        return ServerView(partial(self.context, number), self.server, self.records, self.hparams(self.config.lr))
+        hparams = hparams_of(self.config, self.method, self.config.lr)
+        return ServerView(partial(self.context, number), self.server, self.records, hparams)
 
     @property
     def accuracy(self) -> float | None:
@@ -269,6 +271,19 @@ class Run:
             "threads": torch.get_num_threads(),
             "beside": [name for name, _ in self._launch],
         }
+
+
+def context_of(config: Config, model: Model, number: int, cohort: Tensor) -> RoundContext:
+    """Return the context of a round for some clients: the same on a server, in a simulation and on a node."""
+    return RoundContext(
+        model, number, config.rounds, config.clients, config.epochs, cohort, config.seed,
+        held_out=config.holdout_clients,
+    )  # fmt: skip
+
+
+def hparams_of(config: Config, method: Method, lr: float) -> dict[str, float]:
+    """Return the hyper-parameters that clients receive."""
+    return {"lr": lr, "momentum": config.momentum, "weight_decay": config.weight_decay, **method.hparams()}
 
 
 def _changed(config: Config, other: Config) -> dict[str, Any]:

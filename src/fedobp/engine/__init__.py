@@ -10,11 +10,12 @@ from fedobp.engine.lanes import Lanes
 from fedobp.engine.memory import memory_of
 from fedobp.engine.precision import dtype_of
 from fedobp.engine.probe import vectorises
-from fedobp.engine.protocol import ClientJob, Counters, Engine, PersonalModels, Prepared
+from fedobp.engine.protocol import ClientJob, Counters, Engine, LostClients, PersonalModels, Prepared
 from fedobp.engine.serial import Serial
 from fedobp.engine.store import Budget, Store
 
 __all__ = [
-    "Budget", "ClientJob", "ClientPool", "ClientSnapshot", "Counters", "Engine", "Lanes", "PersonalModels", "PoolJob",
-    "Prepared", "Serial", "Store", "caught", "diverged", "dtype_of", "global_gradient", "memory_of", "vectorises",
+    "Budget", "ClientJob", "ClientPool", "ClientSnapshot", "Counters", "Engine", "Lanes", "LostClients",
+    "PersonalModels", "PoolJob", "Prepared", "Serial", "Store", "caught", "diverged", "dtype_of", "global_gradient",
+    "memory_of", "vectorises",
 ]  # fmt: skip

@@ -29,6 +29,16 @@ class ClientJob:
         """Return the job with the cohort's download."""
         return replace(self, download=download)
 
+    def part(self, positions: Sequence[int]) -> "ClientJob":
+        """Return the job of some of its cohort's clients, without their download."""
+        return replace(self, ctx=replace(self.ctx, cohort=self.ctx.cohort[list(positions)]), download={})
+
+
+class LostClients(NamedTuple):
+    """An answer to a job: these clients of its cohort have lost their state, and have not trained."""
+
+    clients: tuple[int, ...]
+
 
 class PersonalModels(NamedTuple):
     """The models that a cohort uses at present, with a leading axis of clients."""

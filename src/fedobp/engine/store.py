@@ -118,6 +118,13 @@ class Store:
                 copies[client][name] = value
         self._kept |= copies
 
+    def reset(self, clients: Iterable[int]) -> None:
+        """Give clients the start record again."""
+        for client in clients:
+            self._kept.pop(client, None)
+            self._spilled.discard(client)
+            self.changed.add(client)
+
     def _spill(self, client: int, record: Tensors) -> None:
         """Write the record of a client that does not fit in memory."""
         self._spilled.add(client)

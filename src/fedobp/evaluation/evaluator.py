@@ -10,15 +10,15 @@ from torch import Tensor
 from fedobp.data import Split
 from fedobp.engine import ClientPool, Engine, PersonalModels, PoolJob, diverged
 from fedobp.errors import FedobpError
-from fedobp.evaluation.metrics import Accuracy, ClientCounts, merge
+from fedobp.evaluation.metrics import Accuracy, ClientCounts, counts_from_json, counts_to_json, merge
 from fedobp.evaluation.new_clients import NewClients, evaluate_new_clients
 from fedobp.evaluation.scoring import Metrics, metric_from_json, metrics_to_json
 from fedobp.evaluation.tester import ClientTester
 from fedobp.evaluation.view import ServerView
-from fedobp.method import Method, Train
+from fedobp.method import Method, RoundContext, Train
 from fedobp.models import Layout, Model
 from fedobp.options import MetricName
-from fedobp.records import Tensors
+from fedobp.records import Record, Tensors
 
 Keep = Callable[[int, Tensor, Tensor], None]  # gets a client, its served model, and which entries are its own
 
@@ -99,6 +99,21 @@ class Counts:
     processed: int  # samples that went through models before they were served
     samples: int  # of training
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the counts as plain values: what a node sends of an evaluation."""
+        columns = {name: [counts_to_json(one) for one in counts] for name, counts in self.columns.items()}
+        numbers = {"processed": self.processed, "samples": self.samples}
+        return {"columns": columns, "personal": self.personal.tolist(), **numbers}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], classes: int) -> "Counts":
+        """Return counts from their plain values; what is no count raises a ValueError."""
+        columns = {
+            name: [counts_from_json(one, classes) for one in values["columns"][name]]
+            for name in ("served", "validation", "last", "finetuned")
+        }
+        return cls(columns, torch.tensor(values["personal"]), int(values["processed"]), int(values["samples"]))
+
     def __add__(self, other: "Counts") -> "Counts":
         columns = {name: [*values, *other.columns[name]] for name, values in self.columns.items()}
         personal = torch.cat([self.personal, other.personal])
@@ -167,20 +182,36 @@ class Evaluator:
 
     def counts(self, view: ServerView, cohort: Tensor, everything: bool, keep: Keep | None = None) -> Counts:
         """Return what an evaluation counts on some clients."""
-        method, ctx, ids = self._method, view.context(cohort), cohort.tolist()
+        ctx = view.context(cohort)
+        download, _ = self._method.download(ctx, view.server, view.records.gather(cohort.tolist()))
+        return self.counts_of(ctx, download, view.hparams, view.server["theta"] if everything else None, keep)
+
+    def counts_of(
+        self,
+        ctx: RoundContext,
+        download: Record,
+        hparams: Mapping[str, float],
+        theta: Tensor | None,
+        keep: Keep | None = None,
+    ) -> Counts:
+        """Return what is counted on some clients, given their download: all that a node knows of the server.
+
+        With the global model `theta`, also last local models (of a client that has not trained, it is that one) and
+        fine-tuned ones.
+        """
+        method, ids = self._method, ctx.cohort.tolist()
         found: dict[str, list[ClientCounts]] = {"served": [], "validation": [], "last": [], "finetuned": []}
 
         def add(name: str, theta: Tensor, scratch: Tensors | None = None, split: Split = "test") -> None:
             found[name] = self._test(job, theta, split, scratch)
 
-        download, _ = method.download(ctx, view.server, view.records.gather(ids))
-        job = PoolJob(ctx, method.personalize(ctx), view.hparams, download, method.predict, clients=self._clients)
+        job = PoolJob(ctx, method.personalize(ctx), hparams, download, method.predict, clients=self._clients)
         served = self._personalize(job)
         add("served", served.theta, served.scratch)
         if self._validates:
             add("validation", served.theta, served.scratch, "val")
-        if everything:
-            add("last", self._clients.last_models(cohort, view.server["theta"]))
+        if theta is not None:
+            add("last", self._clients.last_models(ctx.cohort, theta))
             if self._finetune_epochs:
                 tuned = self._personalize(replace(job, program=[*job.program, Train(self._finetune_epochs)]))
                 add("finetuned", tuned.theta, tuned.scratch)

@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedobp.evaluation.scoring import Answers, Metrics, merge_scores, score
+from fedobp.evaluation.scoring import (
+    Answers,
+    Metrics,
+    merge_scores,
+    score,
+    scores_from_json,
+    scores_to_json,
+)
 from fedobp.options import MetricName
 
 
@@ -62,6 +69,25 @@ def count(
     rows = None if logits is None else logits.cpu().flatten(end_dim=-2)
     scores = score(metrics, Answers(predicted, targets, classes, rows)) if metrics else {}
     return ClientCounts(correct, targets.bincount(minlength=classes), int((targets == majority).sum()), scores)
+
+
+def counts_to_json(counts: ClientCounts) -> dict[str, Any]:
+    """Return counts as plain values."""
+    metrics = {name: scores_to_json(counted) for name, counted in counts.metrics.items()}
+    whole = {"correct": counts.correct.tolist(), "tested": counts.tested.tolist(), "majority": counts.majority}
+    return {**whole, "metrics": metrics}
+
+
+def counts_from_json(values: Mapping[str, Any], classes: int) -> ClientCounts:
+    """Return counts from their plain values; those that cannot be counts raise a ValueError."""
+    correct, tested = (torch.tensor(values[name], dtype=torch.int64) for name in ("correct", "tested"))
+    majority = int(values["majority"])
+    if correct.shape != (classes,) or tested.shape != (classes,):
+        raise ValueError(f"counts are not of {classes} labels")
+    if not ((correct >= 0) & (correct <= tested)).all() or not 0 <= majority <= int(tested.sum()):
+        raise ValueError("more answers are right than were given")
+    metrics = {name: scores_from_json(name, counted, classes) for name, counted in values["metrics"].items()}
+    return ClientCounts(correct, tested, majority, metrics)
 
 
 def merge(counts: Sequence[ClientCounts]) -> Accuracy:

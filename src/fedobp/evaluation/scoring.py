@@ -114,6 +114,26 @@ def metric_from_json(name: str, values: Mapping[str, Any]) -> Metric | Confusion
     return kind(**{**values, "per_client": tuple(values["per_client"])})
 
 
+def scores_to_json(counted: Counted) -> Any:
+    """Return one client's counts of a metric as plain values; scores of samples are left out."""
+    if isinstance(counted, Ranking):
+        return counted.auc
+    if isinstance(counted, Tensor) and counted.is_sparse:
+        return [*counted.indices().tolist(), counted.values().tolist()]
+    return counted.tolist() if isinstance(counted, Tensor) else counted
+
+
+def scores_from_json(name: MetricName, values: Any, classes: int) -> Counted:
+    """Return one client's counts of a metric from their plain values."""
+    if name == "auc":
+        return Ranking(values)
+    if _METRICS[name].count is _cells:
+        *where, ones = torch.tensor(values, dtype=torch.int64).reshape(3, -1)
+        shape = (classes, classes)
+        return torch.sparse_coo_tensor(torch.stack(where), ones, shape, check_invariants=True).coalesce()
+    return torch.tensor(values, dtype=torch.float64).reshape(BINS) if name == "ece" else float(values)
+
+
 def _spread(pooled: float | None, per_client: Sequence[float | None]) -> Metric:
     defined = [value for one in per_client if (value := _finite(one)) is not None]
     values = torch.tensor(defined, dtype=torch.float64)
