@@ -47,4 +47,6 @@ def toml_value(value: Any) -> str:
     if isinstance(value, str):
         escaped = "".join(f"\\u{ord(c):04x}" if ord(c) < 32 or c in '"\\' or ord(c) == 127 else c for c in value)
         return f'"{escaped}"'
-    return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    return str(value).lower() if isinstance(value, bool) else repr(value)

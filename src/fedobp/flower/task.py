@@ -1,0 +1,177 @@
+"""What a federation's server and nodes share: its settings in one file, and the messages between them.
+
+`federation.toml` holds the resolved settings of a run, what its inputs look like (no node sees another's data, so the
+constants of scaling are here), and the server's rules. Both sides build the same method and model from it.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from torch import Tensor
+
+from fedobp.config import Config, check_settings
+from fedobp.data import Dataset, FederatedData
+from fedobp.engine import dtype_of
+from fedobp.errors import FedobpError, short
+from fedobp.method import InitialState, Method
+from fedobp.models import Model
+from fedobp.resolution import model_for, resolve
+from fedobp.toml import read_toml, toml_lines
+
+# Where a client's last accepted training stands: its round, and which of the client's turns in that round it was.
+Visit = tuple[int, int]
+NO_VISIT: Visit = (0, 0)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the server does about nodes that are late, absent or wrong."""
+
+    deadline: float = 600.0  # seconds that the nodes of a cohort have to answer
+    min_replies: float = 0.5  # share of a cohort that must have answered, or the cohort is skipped
+    retries: int = 1  # how often a node is asked again that answered with an error
+    start_nodes: int = 0  # nodes that must be there before round 1; 0: all
+    wait: float = 600.0  # seconds to wait for them
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the samples of all nodes look like, and how they are scaled: (x / unit - mean) / std."""
+
+    shape: tuple[int, ...]  # of one stored input: H x W, H x W x C, features, or a length
+    labels: tuple[str | int, ...]
+    unit: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    vocabulary: int = 0
+    every_position: bool = False
+
+    @classmethod
+    def of(cls, dataset: Dataset, data: FederatedData) -> "Inputs":
+        """Return those of a dataset that is here."""
+        mean, std = (tuple(value.double().flatten().tolist()) for value in (data.mean, data.std))
+        labels, shape = tuple(dataset.labels), tuple(dataset.x.shape[1:])
+        return cls(shape, labels, float(data.unit), mean, std, dataset.vocabulary, dataset.every_position)
+
+    def no_samples(self, name: str) -> Dataset:
+        """Return a dataset of such samples that has none: settings and model are resolved with it."""
+        kind = np.int64 if self.vocabulary else np.float32
+        y = np.zeros((0, *self.shape) if self.every_position else 0, np.int64)
+        return Dataset(name, np.zeros((0, *self.shape), kind), y, self.labels, 0, vocabulary=self.vocabulary)
+
+
+@dataclass(frozen=True)
+class FederationSettings:
+    """A federation, as its file says: complete settings, the method, its inputs and the server's rules."""
+
+    config: Config
+    method: Method
+    inputs: Inputs
+    rules: Rules
+    id: str  # a hash of settings and inputs: nodes keep their state under it
+
+    @cached_property
+    def model(self) -> Model:
+        """The model that all clients share."""
+        return model_for(self.config, self.inputs.no_samples(self.config.dataset))
+
+    def initial(self) -> tuple[Tensor, InitialState]:
+        """Return theta^0 and the state before round 1, which server and nodes compute alike."""
+        theta = self.model.initial(self.config.seed).to(dtype_of(self.config.precision))
+        return theta, self.method.init(self.model, theta, self.config.seed)
+
+
+def make_settings(config: Config, inputs: Inputs, rules: Rules) -> FederationSettings:
+    """Return the federation of complete settings."""
+    config, method = resolve(config, inputs.no_samples(config.dataset))
+    if config.holdout_clients:
+        raise FedobpError("nodes cannot be held out as new clients: leave out --holdout-clients")
+    if config.precision in ("bf16", "tf32"):
+        raise FedobpError(f"nodes compute in fp32 or fp64, not in {config.precision}: choose another --precision")
+    content = json.dumps([config.hash, _plain(inputs)], sort_keys=True)
+    return FederationSettings(config, method, inputs, rules, hashlib.sha256(content.encode()).hexdigest()[:16])
+
+
+def write_settings(settings: FederationSettings) -> str:
+    """Return the text of `federation.toml`."""
+    tables = {"inputs": _plain(settings.inputs), "server": _plain(settings.rules)}
+    lines = [line for name, table in tables.items() for line in ("", f"[{name}]", *toml_lines(table))]
+    return settings.config.to_toml() + "\n".join(lines) + "\n"
+
+
+def _plain(table: Inputs | Rules) -> dict[str, Any]:
+    values = {spec.name: getattr(table, spec.name) for spec in fields(table)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def read_settings(path: Path) -> FederationSettings:
+    """Read `federation.toml`."""
+    where = short(path, 200)
+    _, given = read_toml(path, "a federation.toml that `fedobp deploy init` wrote")
+    tables = {name: given.pop(name, None) for name in ("inputs", "server")}
+    check_settings(given, path, [spec.name for spec in fields(Config)])
+    try:
+        values = {name: tuple(v) if isinstance(v, list) else v for name, v in tables["inputs"].items()}
+        inputs, rules = Inputs(**values), Rules(**tables["server"])
+        _check(inputs, rules)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise FedobpError(f"{where} does not describe a federation ({short(error, 120)}): make it anew") from error
+    return make_settings(Config(**given), inputs, rules)
+
+
+def _check(inputs: Inputs, rules: Rules) -> None:
+    numbers = (inputs.unit, *inputs.mean, *inputs.std, rules.deadline, rules.min_replies, rules.wait)
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in numbers):
+        raise ValueError("a number is none, or not finite")
+    if not all(isinstance(size, int) and size > 0 for size in inputs.shape) or not inputs.labels:
+        raise ValueError("a shape has a size below 1, or there are no labels")
+    if inputs.unit <= 0 or min(inputs.std) <= 0 or rules.deadline <= 0 or not 0 <= rules.min_replies <= 1:
+        raise ValueError("unit, std and deadline must be above 0, min_replies between 0 and 1")
+
+
+# Messages: a few plain values, and a payload in fedobp's wire format.
+
+_VALUES, _PAYLOAD = "fedobp", "payload"
+
+
+def pack(values: Mapping[str, Any], payload: bytes | None = None) -> RecordDict:
+    """Return the content of a Flower message."""
+    records: dict[str, Any] = {_VALUES: ConfigRecord({"json": json.dumps(values, allow_nan=False)})}
+    if payload is not None:
+        # Flower sends arrays in chunks; its serialisation of NumPy arrays is not used.
+        records[_PAYLOAD] = ArrayRecord({_PAYLOAD: Array("uint8", (len(payload),), "fedobp.wire", payload)})
+    return RecordDict(records)
+
+
+def unpack(content: RecordDict, longest: int) -> tuple[dict[str, Any], bytes]:
+    """Return a message's values and payload; what is none of fedobp's, or longer than expected, is a user error."""
+    try:
+        text = content.config_records[_VALUES]["json"]
+        size = sum(len(array.data) for record in content.array_records.values() for array in record.values())
+        if size > longest or not isinstance(text, str) or len(text) > _LONGEST_JSON:
+            raise FedobpError(f"a message of {size + len(str(text)):,} bytes is longer than any: it is not read")
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError("it is no object")
+        payload = content.array_records[_PAYLOAD][_PAYLOAD].data if content.array_records else b""
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise FedobpError(f"a message is not one of fedobp's ({short(error, 80)}): both sides must run it") from error
+    return values, payload
+
+
+_LONGEST_JSON = 1 << 26  # counts of an evaluation: a confusion matrix of 1,000 labels
+
+
+def visit_of(values: Sequence[Any]) -> Visit:
+    """Return a visit from its plain form."""
+    number, turn = values
+    return int(number), int(turn)
+
