@@ -40,7 +40,7 @@ def test_what_is_not_given_is_undecided():
     assert (config.engine, config.device, config.options, config.partition_options) == ("auto", "auto", {}, {})
     undecided = (
         "data_dir", "clients", "partition", "alpha", "partition_seed", "val_ratio", "holdout_clients",
-        "partition_file", "normalize", "model", "rounds", "participation", "eval_every", "metrics",
+        "partition_file", "normalize", "model", "rounds", "participation", "eval_every", "eval_clients", "metrics",
         "precision",
     )  # fmt: skip
     assert [spec.name for spec in settings() if getattr(config, spec.name) is None] == list(undecided)

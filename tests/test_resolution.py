@@ -127,6 +127,7 @@ def test_the_number_of_natural_clients_is_not_the_default_of_data_without_them()
         {"method": "fedavg-ft", "options": {"finetune": 2}, "lr": 1e-5, "data_dir": 'a "b" \\ ü', "seed": 3},
         {"partition": "classes", "partition_options": {"k": "3"}, "participation": 1, "precision": "fp64"},
         {"dataset": "wards", "partition": "natural", "finetune_epochs": 1, "metrics": "ece,loss"},
+        {"eval_clients": 7, "clients": 9},
     ],
 )
 def test_a_resolved_config_stays_as_it_is_and_is_read_back_from_its_toml(tmp_path, wards, given):
@@ -134,7 +135,7 @@ def test_a_resolved_config_stays_as_it_is_and_is_read_back_from_its_toml(tmp_pat
     assert resolved(config) == config
     path = tmp_path / "config.toml"
     path.write_text(config.to_toml(), encoding="utf-8")
-    optional = {"partition_file", "data_dir", "metrics"} - {name for name in given if given[name]}
+    optional = {"partition_file", "data_dir", "eval_clients", "metrics"} - {name for name in given if given[name]}
     names = {spec.name for spec in settings()} - optional
     assert set(tomllib.loads(config.to_toml())) == names | {"options", "partition_options"}
     again = Config(**read_config(path))

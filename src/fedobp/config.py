@@ -140,6 +140,9 @@ class Config:
     sampling: Sampling = _training("keyed", "Clients of a round: by hash, or the authors' own stream (published)")
     protocol: ProtocolName = _evaluation("default", "Last round, or paper: best of rounds 100/200/300/400, pooled")
     eval_every: int = _evaluation(None, "Rounds between evaluations (default: a twentieth of the rounds)", low=1)
+    eval_clients: int | None = _evaluation(
+        None, "Clients to evaluate, a sample drawn by the seed (default: all that train)", low=1
+    )
     finetune_epochs: int = _evaluation(
         0, "Also report every client's model after this many more local epochs", low=0, high=1_000
     )
@@ -183,6 +186,11 @@ class Config:
     def trainers(self) -> int:
         """Clients that train: all but those that are held out."""
         return self.clients - self.holdout_clients
+
+    @property
+    def evaluated(self) -> str:
+        """Which clients are evaluated, as a protocol names them."""
+        return "all" if self.eval_clients is None else f"{self.eval_clients:,} of {self.trainers:,}"
 
     @property
     def metric_names(self) -> tuple[MetricName, ...]:
@@ -267,6 +275,12 @@ def side_by_side(launch: Sequence[str]) -> str:
     return f"{_SIDE_BY_SIDE} {', '.join(launch)}\n" if len(launch) > 1 else ""
 
 
+def number_type(spec: Field[Any]) -> Any:
+    """Return the type of a setting that is a number, int or float; None: it is none."""
+    found = [kind for kind in (int, float) if spec.type in (kind, kind | None)]
+    return found[0] if found else None
+
+
 def check_setting(spec: Field[Any], value: Any) -> Any:
     """Return a setting's value in its declared type, or say what it should be."""
     if spec.metadata["path"] and isinstance(value, os.PathLike):
@@ -279,22 +293,23 @@ def check_setting(spec: Field[Any], value: Any) -> Any:
         if not value:
             return None
         value = ",".join(map(str, value))
-    choices = get_args(spec.type) if spec.type not in (int, float) and not spec.metadata["code"] else ()
+    number = number_type(spec)
+    choices = get_args(spec.type) if number is None and not spec.metadata["code"] else ()
     if choices and isinstance(choices[0], str):
         if value not in choices:
             raise unknown(f"value of {flag(spec.name)}", short(value), choices)
         return value
-    if spec.type in (int, float):
+    if number is not None:
         value = _plain_number(value)
-        right = isinstance(value, Integral if spec.type is int else Real) and not isinstance(value, bool)
-        if not right or (spec.type is float and not abs(value) <= sys.float_info.max):
-            noun = "whole number" if spec.type is int else "number"
+        right = isinstance(value, Integral if number is int else Real) and not isinstance(value, bool)
+        if not right or (number is float and not abs(value) <= sys.float_info.max):
+            noun = "whole number" if number is int else "number"
             raise FedobpError(f"{flag(spec.name)} must be a {noun}, not '{short(value)}'")
         bounds = dict(spec.metadata["bounds"])
-        bounds.setdefault("high", 2**31 - 1 if spec.type is int else LARGEST)
+        bounds.setdefault("high", 2**31 - 1 if number is int else LARGEST)
         if bound := broken_bound(value, **bounds):
             raise FedobpError(f"{flag(spec.name)} must be {bound}")
-        return spec.type(value)
+        return number(value)
     if not isinstance(value, str):
         raise FedobpError(f"{flag(spec.name)} must be a text, not '{short(value)}'")
     if not value.isprintable():

@@ -14,6 +14,8 @@ from fedobp.config import Config, run_name
 from fedobp.data import (
     Dataset,
     FederatedData,
+    LazyDataset,
+    LazyFederatedData,
     Shard,
     data_dir,
     dataset_from_data,
@@ -116,6 +118,12 @@ class Federation:
         shares = beside and beside.source is self.source and samples_key(beside.config) == samples_key(config)
         if beside is not None and shares and _partition_key(beside.config) == _partition_key(config):
             return beside.data, beside.partition
+        if isinstance(self.source, LazyDataset):
+            made = LazyFederatedData(
+                self.source, config.clients, dtype_of(config.precision), seed=config.partition_seed,
+                val_ratio=config.val_ratio, holdout=config.holdout_clients,
+            )  # fmt: skip
+            return made, made.partition_hash
         dataset, shards = assign(config, self.source)
         if beside is not None and shares:
             return beside.data.repartitioned(dataset, shards, config.normalize), partition_hash(dataset, shards)
@@ -187,7 +195,12 @@ def with_dataset(config: Config, dataset: Dataset | None) -> Config:
 def notes_of(config: Config, dataset: Dataset) -> list[str]:
     """Return what of a run its folder does not hold, one sentence each."""
     notes = []
-    if dataset.in_memory:
+    if isinstance(dataset, LazyDataset):
+        notes.append(
+            f"The data of {dataset.natural_clients:,} clients was made by {dataset.made_by} when it was needed, and is "
+            "not part of this folder."
+        )
+    elif dataset.in_memory:
         size = f"{len(dataset.y):,} samples of shape {'x'.join(map(str, dataset.x.shape[1:]))}"
         about = f"{size}, SHA-256 {dataset.content_hash}"
         notes.append(f"The data was in memory ({about}) and is not part of this folder.")

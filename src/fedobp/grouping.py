@@ -26,7 +26,7 @@ def memory_for(config: Config, what: Literal["lane", "store"]) -> float:
 
 def batch_size_for(config: Config, data: Iterable[FederatedData]) -> int:
     """Return the most samples that a batch can hold: the batch size, or all training samples of the largest client."""
-    most = max(one.size(client, "train") for one in data for client in range(one.clients))
+    most = max(one.largest("train") for one in data)
     if most >= config.batch_size:
         return config.batch_size
     warnings.warn(

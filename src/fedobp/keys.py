@@ -29,6 +29,8 @@ class Purpose(IntEnum):
     PERSONALIZE = 3
     INIT = 4  # a method's draws before round 1
     SCORE = 5  # a server's draws for a client in a round
+    EVALUATE = 6  # the sample of clients that are evaluated
+    SPLIT = 7  # the order in which a client's samples are divided into train, val and test, where they are made lazily
 
 
 def _wrap_int64(value: IntLike) -> IntLike:
@@ -65,6 +67,14 @@ def fold(key: IntLike, *parts: IntLike) -> Tensor:
 def permutation(key: Tensor, n: int) -> Tensor:
     """Return a random permutation of n items: they are sorted by their hashes."""
     return fold(key, torch.arange(n, device=key.device)).argsort(stable=True)
+
+
+def sample(key: Tensor, n: int, size: int) -> Tensor:
+    """Return the first items of `permutation(key, n)`, without sorting the others."""
+    hashes = fold(key, torch.arange(n, device=key.device))
+    largest = hashes.topk(size, largest=False).values.max()
+    found = (hashes <= largest).nonzero()[:, 0]  # in order, so that equal hashes stay in it
+    return found[hashes[found].argsort(stable=True)][:size]
 
 
 def uniform(key: Tensor, n: int) -> Tensor:

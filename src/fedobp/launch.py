@@ -35,6 +35,7 @@ from fedobp.method import CohortUpdate, Method
 from fedobp.models import Model
 from fedobp.result import Result
 from fedobp.run import Run
+from fedobp.sampling import evaluated_clients
 
 T = TypeVar("T")
 Round = Generator[ClientJob, CohortUpdate | LostClients, None]
@@ -92,7 +93,9 @@ def simulate(
     initial = method.init(model, theta, config.seed)
     keeps = method.keeps_last_model
     clients = ClientPool(data, initial.state, theta, config.seed, budget, keeps_last_model=keeps)
-    evaluator = Evaluator(method, model, clients, engine, config.finetune_epochs, config.metric_names)
+    evaluated = evaluated_clients(config)
+    sample = None if config.eval_clients is None else evaluated
+    evaluator = Evaluator(method, model, clients, engine, config.finetune_epochs, config.metric_names, sample)
     run = Run(
         config,
         method,
@@ -108,7 +111,7 @@ def simulate(
         keep_models=keep_models,
         launch=launch,
         notes=notes,
-        clients=data.describe_clients(),
+        clients=data.describe_clients(evaluated),
         continued_at=continued_at,
         callbacks=callbacks,
     )

@@ -16,6 +16,7 @@ from fedobp.data import (
     PARTITIONERS,
     REGISTRY,
     Dataset,
+    LazyDataset,
     Partitioner,
     data_dir,
     default_clients_and_alpha,
@@ -49,6 +50,8 @@ def check_names(config: Config) -> None:
 
 def resolve(config: Config, dataset: Dataset) -> tuple[Config, Method]:
     """Return complete settings for a dataset, and the method with its options; a resolved `Config` stays as it is."""
+    if isinstance(dataset, LazyDataset):
+        config = _for_lazy_data(config)
     if config.data_dir is not None:
         config = replace(config, data_dir=str(data_dir(config.data_dir).absolute()))
     if config.partition_file is not None:
@@ -69,7 +72,26 @@ def resolve(config: Config, dataset: Dataset) -> tuple[Config, Method]:
             f"--holdout-clients {config.holdout_clients} leaves none of {config.clients} clients to train: hold out "
             "fewer"
         )
+    if config.eval_clients is not None and config.eval_clients > config.trainers:
+        raise FedobpError(
+            f"--eval-clients {config.eval_clients} is more than the {config.trainers} clients that train: use fewer, "
+            "or leave it out"
+        )
     return with_method(config, dataset)
+
+
+def _for_lazy_data(config: Config) -> Config:
+    """Return settings for samples that are made when they are needed; what needs all of them is refused."""
+    if config.partition not in (None, "natural") or config.partition_file is not None:
+        raise FedobpError("data that is made lazily comes with its clients: leave the partition out")
+    if config.normalize not in (None, "none"):
+        raise FedobpError(
+            f"--normalize {config.normalize} needs all clients' samples, and they are made lazily: leave it out, and "
+            "scale inputs in the function"
+        )
+    if config.device == "cuda":
+        raise FedobpError("data that is made lazily trains on the CPU alone: use --device cpu, or leave out lazy=True")
+    return replace(config, device="cpu", normalize="none")
 
 
 def model_for(config: Config, dataset: Dataset) -> Model:
@@ -128,8 +150,8 @@ def _with_defaults(config: Config, dataset: Dataset) -> Config:
         defaults |= {"clients": 20, "participation": 0.2, "rounds": 60, "model": "cnn-small"}
     else:
         defaults |= {"clients": 100, "participation": 0.1, "rounds": 400, "model": _model_for(dataset)}
-    if (config.partition or defaults["partition"]) == "natural" and dataset.client_names:
-        defaults["clients"] = len(dataset.client_names)
+    if (config.partition or defaults["partition"]) == "natural" and dataset.natural_clients:
+        defaults["clients"] = dataset.natural_clients
     elif dataset.every_position:
         defaults["clients"], _ = default_clients_and_alpha([len(dataset.y)], config.clients, 1.0)
     elif config.dataset not in REGISTRY and None in (config.clients, config.alpha):
@@ -198,7 +220,7 @@ def _warn_once(message: str) -> None:
 
 def _partition_for(dataset: Dataset) -> str:
     """Return the default partition: the clients that the data comes with, if it is for them, else the paper's."""
-    if dataset.client_names and (dataset.in_memory or dataset.every_position or dataset.test is not None):
+    if dataset.natural_clients and (dataset.in_memory or dataset.every_position or dataset.test is not None):
         return "natural"
     return "iid" if dataset.every_position else "dirichlet"
 

@@ -26,7 +26,7 @@ from fedobp.storage import ClientModels, RunFolder, versions
 
 
 class Evaluate(Protocol):
-    """Tests all clients' models: in a simulation an `Evaluator`, over nodes what merges their counts."""
+    """Tests clients' models: in a simulation an `Evaluator`, over nodes what merges their counts."""
 
     def __call__(self, view: ServerView, *, everything: bool, keep: Keep | None = None) -> Report:
         """Evaluate, and change nothing."""
@@ -58,9 +58,11 @@ class Run:
     ) -> None:
         self.config, self.method, self.model = config, method, model
         self.server, self.records = initial.server, Store(initial.record, config.clients, budget)
-        self.accounting, self.reports, self.seconds = Accounting(method), list[Report](), 0.0
+        self.accounting, self.seconds = Accounting(method), 0.0
+        # Reports have numbers of single clients: kept are the newest one, and those of rounds that are reported.
+        self.reports, self.history = list[Report](), list[tuple[int, float, float]]()
         self._sampler, self._evaluator, self._global_gradient = Sampler(config), evaluator, global_gradient
-        self._protocol = make_protocol(config.protocol, config.rounds)
+        self._protocol = make_protocol(config.protocol, config.rounds, config.evaluated)
         self._models: ClientModels | None = None  # those of the last round
         self.partition, self._metadata = partition, metadata or {}
         self._keep_models = keep_models or (out is not None and config.save_models == "all")
@@ -82,8 +84,10 @@ class Run:
         ctx, kinds = self.context(number, self._sampler.cohort(number)), self.method.cohorts(number, self.config.rounds)
         if not kinds or set(kinds) - set(get_args(CohortKind)):
             raise FedobpError(f"`cohorts` of {self.method.name} must return 'sampled', 'all' or both, not {kinds!r}")
-        all_clients = replace(ctx, cohort=torch.arange(self.config.trainers), full_participation=True)
-        contexts = [all_clients if kind == "all" else ctx for kind in kinds]
+        contexts = [
+            replace(ctx, cohort=torch.arange(self.config.trainers), full_participation=True) if kind == "all" else ctx
+            for kind in kinds
+        ]
         if self.method.sequential:
             contexts = [replace(one, cohort=client) for one in contexts for client in one.cohort.split(1)]
         return [self.job(one) for one in contexts]
@@ -137,15 +141,20 @@ class Run:
             line = self.accounting.settle()
             try:
                 if evaluated is not None and not self.accounting.pending:
-                    self.reports.append(self._evaluate(evaluated))
+                    self._add(self._evaluate(evaluated))
                     line |= self.reports[-1].to_json()
             finally:  # what a round cost is logged even if fine-tuning diverges
                 if self._folder:
                     self._folder.log("metrics", line)
                 report_round(self._callbacks, self.config, line)
 
+    def _add(self, report: Report) -> None:
+        """Add an evaluation."""
+        self.reports = [*(one for one in self.reports if one.round in self._protocol.rounds), report]
+        self.history.append((report.round, report.served.pooled, report.served.client_mean))
+
     def _evaluate(self, number: int) -> Report:
-        """Test all clients; the last round's served models are kept as the run's.
+        """Test clients; the last round's served models are kept as the run's.
 
         Fine-tuning uses the full learning rate: in a schedule's last rounds it would be close to 0.
         """
@@ -172,7 +181,12 @@ class Run:
     def snapshot(self) -> dict[str, Any]:
         """Return what a checkpoint holds of this run beside its tensors, as plain values; all rounds are settled."""
         reports = [asdict(report) for report in self.reports]
-        return {"accounting": self.accounting.totals(), "reports": reports, "seconds": self.seconds}
+        return {
+            "accounting": self.accounting.totals(),
+            "reports": reports,
+            "history": self.history,
+            "seconds": self.seconds,
+        }
 
     def restore(self, server: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's snapshot."""
@@ -180,6 +194,7 @@ class Run:
         self.server = {name: tensor.to(device) for name, tensor in server.items()}
         self.accounting.restore(values["accounting"])
         self.reports = [report_from_json(report) for report in values["reports"]]
+        self.history = [(int(number), pooled, mean) for number, pooled, mean in values["history"]]
         self.seconds = values["seconds"]
 
     def close(self) -> None:
@@ -219,7 +234,7 @@ class Run:
             )
             if new_clients
             else None,
-            history=[(report.round, report.served.pooled, report.served.client_mean) for report in reports],
+            history=self.history,
             personal=reports[-1].personal,
             bytes=Traffic(down / config.rounds, up / config.rounds, down, up),
             compute=Compute(accounting.processed / max(1, accounting.samples), reports[-1].passes),
@@ -242,7 +257,7 @@ class Run:
         return result
 
     def _client_rows(self, chosen: Callable[..., Accuracy | None], reported: Sequence[Report]) -> list[dict[str, Any]]:
-        """Return a row for each client that trains: its data, its accuracies, and its personal entries at the end."""
+        """Return a row for each evaluated client: its data, its accuracies, and its personal entries at the end."""
         columns = {
             name: found.per_client
             for name in ("served", "last", "finetuned")

@@ -1,4 +1,4 @@
-"""Which clients take part in a round."""
+"""Which clients take part in a round, and which are evaluated."""
 
 import random
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedobp.config import Config
-from fedobp.keys import NO_CLIENT, Purpose, fold, permutation
+from fedobp.keys import NO_CLIENT, Purpose, fold, sample
 
 
 class Sampler:
@@ -15,18 +15,28 @@ class Sampler:
 
     def __init__(self, config: Config) -> None:
         self._config, self._stream = config, random.Random(config.seed)
-        self._drawn: list[Tensor] = []  # of the stream, which can only be drawn in order
+        self._drawn, self._last = 0, torch.empty(0)  # of the stream: how many cohorts, and the last one
 
     def cohort(self, round: int) -> Tensor:
         """Return a round's clients, in the order in which they are sampled; rounds count from 1."""
         config = self._config
         if config.sampling == "keyed":
             key = fold(config.seed, round, NO_CLIENT, Purpose.COHORT)
-            return permutation(key, config.trainers)[: config.cohort_size]
-        while len(self._drawn) < round:
-            drawn = self._stream.sample(list(range(config.trainers)), config.cohort_size)
-            self._drawn.append(torch.tensor(drawn))
-        return self._drawn[round - 1]
+            return sample(key, config.trainers, config.cohort_size)
+        if round < self._drawn:  # a stream can only be drawn in order
+            self._stream, self._drawn = random.Random(config.seed), 0
+        for _ in range(round - self._drawn):
+            self._last = torch.tensor(self._stream.sample(range(config.trainers), config.cohort_size))
+        self._drawn = round
+        return self._last
+
+
+def evaluated_clients(config: Config) -> Tensor:
+    """Return the clients that are evaluated, by id: all that train, or a sample of them, the same in all rounds."""
+    if config.eval_clients is None:
+        return torch.arange(config.trainers)
+    key = fold(config.seed, NO_CLIENT, Purpose.EVALUATE)
+    return sample(key, config.trainers, config.eval_clients).sort().values
 
 
 def cohorts(config: Config) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from fedobp.result import Compute, Result, Results, Traffic
 
 _COLUMNS = {"client", "train", "test", "entropy", "served", "last", "personal"}  # of clients.csv, at least
 _DECIDED = [  # settings that every run's config.toml has
-    spec.name for spec in settings() if spec.name not in ("data_dir", "partition_file", "metrics")
+    spec.name for spec in settings() if spec.name not in ("data_dir", "partition_file", "eval_clients", "metrics")
 ]
 
 
@@ -73,7 +73,7 @@ class SavedRun:
         try:
             return Result(
                 config=config,
-                protocol=make_protocol(config.protocol, config.rounds),
+                protocol=make_protocol(config.protocol, config.rounds, config.evaluated),
                 accuracy=cast(Accuracy, column("served", "accuracy")),
                 last=cast(Accuracy, column("last", "last")),
                 finetuned=column("finetuned", "finetuned"),

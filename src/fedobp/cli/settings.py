@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from fedobp.cli.output import print_note
-from fedobp.config import Config, flag, settings
+from fedobp.config import Config, flag, number_type, settings
 from fedobp.errors import FedobpError, short, unknown
 
 SETTINGS = tuple(spec.name for spec in settings())
@@ -84,13 +84,13 @@ def with_settings(*names: str, **defaults: str) -> Callable[[Callable[..., None]
 
         parameters = [p for p in inspect.signature(command).parameters.values() if p.name != "given"]
         for spec in chosen:
-            words = get_args(spec.type) if spec.type not in (int, float, str) else ()
+            words = get_args(spec.type) if spec.type is not str else ()
             choices = [word for word in words if isinstance(word, str)]
             default = defaults.get(spec.name, spec.default)
             text = spec.metadata["help"] if default is None else f"{spec.metadata['help']} (default: {default})"
             detail: dict[str, Any] = {"metavar": "|".join(choices)} if choices else {}
             detail["rich_help_panel"] = spec.metadata["panel"]
-            kind = spec.type if spec.type in (int, float) else str
+            kind = number_type(spec) or str
             option = typer.Option(flag(spec.name), help=text, show_default=False, **detail)
             parameters.append(
                 inspect.Parameter(

@@ -14,7 +14,7 @@ import typer
 from fedobp.cli.output import print_note, print_result, report_failures
 from fedobp.cli.progress import round_progress
 from fedobp.cli.settings import note_chosen
-from fedobp.config import Config, settings
+from fedobp.config import Config, number_type, settings
 from fedobp.errors import FedobpError, Stopped, short, unknown
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fedobp.sweep_folder import Outcome, Shard, Train
 
 _MOST_RUNS = 1_000  # from flags; a file may have more
-_TEXTS = [spec.name for spec in settings() if spec.type not in (int, float)]  # a dataset may be called 2024
+_TEXTS = [spec.name for spec in settings() if number_type(spec) is None]  # a dataset may be called 2024
 
 
 @dataclass(frozen=True)

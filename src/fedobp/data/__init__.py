@@ -15,6 +15,7 @@ from fedobp.data.federated import FederatedData, Split
 from fedobp.data.fetch import fetch
 from fedobp.data.importers import import_dataset
 from fedobp.data.in_memory import dataset_from_data
+from fedobp.data.lazy import LazyDataset, LazyFederatedData
 from fedobp.data.normalization import normalization_for
 from fedobp.data.partition import Shard, partition, with_client_inputs
 from fedobp.data.partition_file import load_partition, partition_hash, partition_settings, save_partition
@@ -23,7 +24,8 @@ from fedobp.data.partitioners import PARTITIONERS, Partitioner, PartitionTask
 from fedobp.data.registry import REGISTRY
 
 __all__ = [
-    "PARTITIONERS", "REGISTRY", "Dataset", "FederatedData", "GivenPartitioner", "Info", "PartitionTask", "Partitioner",
+    "PARTITIONERS", "REGISTRY", "Dataset", "FederatedData", "GivenPartitioner", "Info", "LazyDataset",
+    "LazyFederatedData", "PartitionTask", "Partitioner",
     "Shard", "Split", "TableSummary", "data_dir", "dataset_from_data", "dataset_names", "default_clients_and_alpha",
     "describe", "fetch", "flags_to_run", "import_dataset", "list_datasets", "load", "load_partition",
     "normalization_for", "partition", "partition_hash", "partition_settings", "partitioner", "partitioner_names",

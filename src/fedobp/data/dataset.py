@@ -54,6 +54,11 @@ class Dataset:
         return len(self.labels)
 
     @property
+    def natural_clients(self) -> int:
+        """Number of clients that the data comes from; 0: it does not say."""
+        return len(self.client_names)
+
+    @property
     def every_position(self) -> bool:
         """Whether a sample has a label for each of its positions: its next token."""
         return self.y.ndim == 2
@@ -97,27 +102,8 @@ def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
     """
     if "tokens" in arrays:
         return _parse_tokens(name, arrays)
-    check_shapes(name, {key: np.shape(array) for key, array in arrays.items()})
-    x, y = arrays["x"], as_vector(arrays["y"])
-    if x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[3] > 4:
-        raise FedobpError(
-            f"dataset '{name}' has x of shape {x.shape}, which has its channels first: they must come last, as in "
-            "x.transpose(0, 2, 3, 1)"
-        )
-    if x.dtype != np.uint8:
-        if x.dtype.kind != "f":
-            tokens = ", or give it as tokens" if x.dtype.kind in "iu" and x.ndim == 2 else ""
-            raise FedobpError(
-                f"dataset '{name}' has x of type {short(x.dtype)}: convert it to uint8 or float32{tokens}"
-            )
-        with (
-            memory_guard(f"dataset '{name}'", 5 * x.size),
-            np.errstate(over="ignore"),
-        ):  # float32 copy and the mask of finite values
-            x = x.astype(np.float32, copy=False)
-            finite = np.isfinite(x).all()
-        if not finite:
-            raise FedobpError(f"dataset '{name}' has NaN or infinite values in x: remove or replace those samples")
+    check_shapes(f"dataset '{name}'", {key: np.shape(array) for key, array in arrays.items()})
+    x, y = check_inputs(f"dataset '{name}'", arrays["x"]), as_vector(arrays["y"])
     facts = REGISTRY.get(name)
     if facts and x.shape[1:] not in (facts.shape, (*facts.shape, 1)):
         raise FedobpError(
@@ -126,6 +112,26 @@ def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
         )
     labels, numbered = number_labels(name, y)
     return _with_roles(Dataset(name, x, numbered, labels, 0), arrays)
+
+
+def check_inputs(what: str, x: NDArray[Any]) -> NDArray[Any]:
+    """Return inputs as uint8 or float32; `what` has them, if they are wrong."""
+    if x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[3] > 4:
+        raise FedobpError(
+            f"{what} has x of shape {x.shape}, which has its channels first: they must come last, as in "
+            "x.transpose(0, 2, 3, 1)"
+        )
+    if x.dtype != np.uint8:
+        if x.dtype.kind != "f":
+            tokens = ", or give it as tokens" if x.dtype.kind in "iu" and x.ndim == 2 else ""
+            raise FedobpError(f"{what} has x of type {short(x.dtype)}: convert it to uint8 or float32{tokens}")
+        # The float32 copy, and the mask of finite values.
+        with memory_guard(what, 5 * x.size), np.errstate(over="ignore"):
+            x = x.astype(np.float32, copy=False)
+            finite = np.isfinite(x).all()
+        if not finite:
+            raise FedobpError(f"{what} has NaN or infinite values in x: remove or replace those samples")
+    return x
 
 
 def _parse_tokens(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
@@ -170,7 +176,7 @@ def _parse_tokens(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
         x, y = tokens[:, :-1], tokens[:, 1:].astype(np.int64)
         labels: tuple[str | int, ...] = tuple(range(vocabulary))
     else:
-        check_shapes(name, {"x": tokens.shape, "y": np.shape(arrays["y"])})
+        check_shapes(f"dataset '{name}'", {"x": tokens.shape, "y": np.shape(arrays["y"])})
         x, (labels, y) = tokens, number_labels(name, as_vector(arrays["y"]))
     return _with_roles(Dataset(name, x, y, labels, 0, vocabulary=vocabulary), arrays)
 
@@ -204,18 +210,18 @@ def _whole(name: str, arrays: Mapping[str, NDArray[Any]], key: str, otherwise: i
     return int(given.item())
 
 
-def check_shapes(name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise a user error if arrays of these shapes cannot form a dataset."""
+def check_shapes(owner: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise a user error if arrays of these shapes cannot form a dataset; `owner` has them."""
     for key in ("x", "y"):
         if key not in shapes:
             found = short(", ".join(shapes) or "nothing", 200)
-            raise FedobpError(f"dataset '{name}' has no array '{key}' (it has {found}): save x and y with np.savez")
+            raise FedobpError(f"{owner} has no array '{key}' (it has {found}): save x and y with np.savez")
     x, y = shapes["x"], shapes["y"]
     column = len(y) == 1 or (len(y) == 2 and y[1] == 1)
     if len(x) not in (2, 3, 4) or not column or x[0] != y[0] or 0 in x:
         raise FedobpError(
-            f"dataset '{name}' has x of shape {short(x)} and y of shape {short(y)}: x must be [N, features], "
-            "[N, H, W] or [N, H, W, channels], and y [N]"
+            f"{owner} has x of shape {short(x)} and y of shape {short(y)}: x must be [N, features], [N, H, W] or "
+            "[N, H, W, channels], and y [N]"
         )
 
 

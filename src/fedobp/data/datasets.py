@@ -72,7 +72,7 @@ def describe(name: str, folder: Path) -> Info:
         if "tokens" in shapes:
             return parse(name, read_npz(path)).info
         arrays = read_npz(path, ("y", "client"))
-        check_shapes(name, shapes)
+        check_shapes(f"dataset '{name}'", shapes)
         samples, *shape = shapes["x"]
         labels, _ = number_labels(name, as_vector(arrays["y"]))
         client_names, _ = number_clients(name, arrays["client"], samples) if "client" in arrays else ((), None)

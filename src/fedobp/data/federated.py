@@ -1,6 +1,6 @@
 """Client data as tensors: one resident array, each client's indices into it, and normalization on read."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any, Literal, Self
 
@@ -27,8 +27,8 @@ class _Index:
         self.starts = [int(end) - size for end, size in zip(ends, self.sizes, strict=True)]
         self.ids = torch.as_tensor(np.concatenate(shards).astype(np.int64)).to(device)
 
-    def __getitem__(self, client: int) -> Tensor:
-        return self.ids[self.starts[client] : self.starts[client] + self.sizes[client]]
+    def __getitem__(self, place: int) -> Tensor:
+        return self.ids[self.starts[place] : self.starts[place] + self.sizes[place]]
 
 
 class FederatedData:
@@ -44,7 +44,13 @@ class FederatedData:
         device: torch.device,
         dtype: torch.dtype,
         normalize: str | None = None,
+        clients: Sequence[int] | None = None,
     ) -> None:
+        """Hold the samples of clients; `clients` are their ids where these are some clients of many."""
+        # A client's place among the shards: its id, or where it is among those that are held.
+        self._place: Sequence[int] | Mapping[int, int] = (
+            range(len(shards)) if clients is None else {client: place for place, client in enumerate(clients)}
+        )
         x = torch.as_tensor(dataset.x)
         require_free_memory(
             f"dataset '{dataset.name}'", x.nbytes if x.ndim == 4 else 0
@@ -60,6 +66,7 @@ class FederatedData:
     def repartitioned(self, dataset: Dataset, shards: Sequence[Shard], normalize: str | None = None) -> Self:
         """Return the same samples under another partition or normalization; the samples are shared, not copied."""
         other = copy(self)
+        other._place = range(len(shards))
         other._assign(dataset, shards, normalize)
         return other
 
@@ -92,24 +99,32 @@ class FederatedData:
         constants = {"unit": self.unit, "mean": self.mean.flatten().tolist(), "std": self.std.flatten().tolist()}
         return {"input_shape": self.shape, "labels": list(self._labels), "scaling": constants}
 
-    def describe_clients(self) -> list[dict[str, float]]:
-        """Return the sizes of the clients that train, and the entropy of their training labels in bits."""
-        counts = self.label_counts[: self.trainers].double()
+    def of(self, clients: Tensor) -> "FederatedData":
+        """Return data that holds the samples of some clients, by the same ids: this, because it holds those of all."""
+        return self
+
+    def describe_clients(self, clients: Tensor) -> list[dict[str, float]]:
+        """Return the sizes of clients, and the entropy of their training labels in bits."""
+        counts = self.counts_of(clients).double()
         shares = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
         entropy = torch.special.entr(shares).sum(dim=1) / np.log(2)
         return [
             {"client": client, "train": self.size(client, "train"), "test": self.size(client, "test"), "entropy": bits}
-            for client, bits in enumerate(entropy.tolist())
+            for client, bits in zip(clients.tolist(), entropy.tolist(), strict=True)
         ]
 
     def size(self, client: int, split: Split) -> int:
         """Return the number of samples of a client."""
-        return self._index[split].sizes[client]
+        return self._index[split].sizes[self._place[client]]
+
+    def largest(self, split: Split) -> int:
+        """Return the most samples that a client has."""
+        return max(self._index[split].sizes)
 
     def ids(self, clients: Tensor, positions: Tensor, split: Split) -> Tensor:
         """Return the sample ids at the clients' positions; `positions` has a leading axis of clients."""
         index = self._index[split]
-        starts = to_device([index.starts[client] for client in clients.tolist()], positions.device)
+        starts = to_device([index.starts[self._place[client]] for client in clients.tolist()], positions.device)
         # Positions beyond a client's last sample are padding: any valid id is correct.
         at = starts.reshape(-1, *[1] * (positions.ndim - 1)) + positions
         return index.ids[at.clamp_(max=max(0, len(index.ids) - 1))] if len(index.ids) else torch.zeros_like(positions)
@@ -127,12 +142,24 @@ class FederatedData:
 
     def inputs(self, client: int, split: Split) -> Tensor:
         """Return a client's normalized inputs."""
-        return self.samples(self._index[split][client])
+        return self.samples(self._index[split][self._place[client]])
 
     def targets(self, client: int, split: Split) -> Tensor:
         """Return a client's labels, [samples], or [samples, length] where every next token is one."""
-        return self.y[self._index[split][client]]
+        return self.y[self._index[split][self._place[client]]]
+
+    def targets_of(self, clients: Sequence[int], split: Split) -> list[Tensor]:
+        """Return the labels of several clients on the CPU, by one copy from the device."""
+        index = self._index[split]
+        ids = torch.cat([index[self._place[client]] for client in clients])
+        return list(self.y[ids].cpu().split([self.size(client, split) for client in clients]))
 
     def counts(self, client: int) -> Tensor:
         """Return the label counts of a client's training split."""
-        return self.label_counts[client]
+        return self.label_counts[self._place[client]]
+
+    def counts_of(self, clients: Tensor) -> Tensor:
+        """Return the label counts of several clients' training splits, [clients, classes]."""
+        if isinstance(self._place, range):
+            return self.label_counts[clients.to(self.label_counts.device)]
+        return self.label_counts[[self._place[client] for client in clients.tolist()]]

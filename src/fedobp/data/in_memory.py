@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedobp.data.dataset import Dataset, as_vector, parse
+from fedobp.data.dataset import Dataset, as_vector, check_inputs, check_shapes, parse
 from fedobp.data.datasets import check_name
 from fedobp.data.free_memory import memory_guard
+from fedobp.data.lazy import LazyDataset, Made
+from fedobp.data.registry import REGISTRY
 from fedobp.errors import FedobpError, first_line, short
 from fedobp.plugins import attributing_errors, label
 
@@ -38,6 +41,9 @@ def dataset_from_data(
     missing: str | None = None,
     drop: Sequence[str] | None = None,
     categories: Sequence[str] | None = None,
+    lazy: bool = False,
+    classes: int | None = None,
+    samples: Any = None,
 ) -> Dataset:
     """Return a dataset of what is in memory; it is checked as an import of the same arrays would be.
 
@@ -48,12 +54,20 @@ def dataset_from_data(
     - a DataFrame, whose columns `label` and `client` are named; `missing` (refuse, drop or impute), `drop` and
       `categories` are the options of an import of a table;
     - shards: a sequence, or a mapping by client name, with (x, y) or (x, y, x_test, y_test) for each client;
-    - a function that returns such a shard for client 0, 1, ..., with the number of `clients`.
+    - a function that returns such a shard for client 0, 1, ..., with the number of `clients`; with `lazy`, it is
+      called when a client is needed, with labels 0 to `classes` - 1, and the size of each client in `samples`.
 
     With `tokens`, inputs are sequences of tokens below `vocabulary` (default: one more than the largest). Without
     labels, every next token is predicted.
     """
     check_name(name)
+    if lazy:
+        unused = (y, label, client, test, vocabulary, missing, drop, categories)
+        if not callable(data) or tokens or any(value is not None for value in unused):
+            raise FedobpError("`lazy` is for a function of a client: beside it give `clients`, `classes` and `samples`")
+        return _lazy(data, name, clients, classes, samples)
+    if classes is not None or samples is not None:
+        raise FedobpError("`classes` and `samples` are of data that is made lazily: say `lazy=True`, or leave them out")
     with memory_guard("the data in memory"):
         columns = {"missing": missing, "drop": drop, "categories": categories}
         columns = {key: value for key, value in columns.items() if value is not None}
@@ -121,6 +135,52 @@ def _shards(data: Any, clients: int | None, tokens: bool) -> "dict[str | int, tu
     if not given:
         raise FedobpError("there are no shards: give (x, y) for at least one client")
     return {key: _parts(key, one, tokens) for key, one in given.items()}
+
+
+def _lazy(function: Any, name: str, clients: int | None, classes: int | None, samples: Any) -> LazyDataset:
+    """Return the dataset of a function that is called when a client is needed; client 0 is made at once."""
+    if name in REGISTRY:
+        raise FedobpError(f"'{name}' is a dataset that fedobp knows: give data that is made lazily another `name`")
+    for key, value, least in (("clients", clients, 1), ("classes", classes, 2)):
+        if not isinstance(value, int | np.integer) or value < least:
+            raise FedobpError(f"data that is made lazily needs `{key}`, a whole number of at least {least}: give it")
+    assert clients is not None
+    assert classes is not None
+    make = partial(_made, function, int(classes))
+    first = make(0)
+    sizes, test_sizes = _sizes(samples, int(clients), first)
+    return LazyDataset(
+        name, first.x, first.y, tuple(range(int(classes))), 0, in_memory=True,
+        function=make, sizes=sizes, test_sizes=test_sizes, made_by=label(function),
+    )  # fmt: skip
+
+
+def _made(function: Any, classes: int, client: int) -> Made:
+    """Return the samples that a function makes for a client, checked by themselves."""
+    what = f"client {client}"
+    parts = [part for part in _parts(client, _asked(function, client), tokens=False) if part is not None]
+    for part in parts:
+        check_shapes(what, {"x": part.x.shape, "y": () if part.y is None else part.y.shape})
+    if len({(part.x.shape[1:], part.x.dtype) for part in parts}) > 1:
+        raise FedobpError(f"{what} has other inputs for test than for training: give both the same shape and type")
+    x, y = np.concatenate([part.x for part in parts]), np.concatenate([part.y for part in parts if part.y is not None])
+    if y.dtype.kind not in "iu" or y.min() < 0 or y.max() >= classes:
+        raise FedobpError(f"{what} has labels that are not 0 to {classes - 1}: number them, or give more `classes`")
+    return Made(check_inputs(what, x), y.astype(np.int64), len(parts[1].x) if len(parts) > 1 else None)
+
+
+def _sizes(samples: Any, clients: int, first: Made) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    """Return the samples of each client, and those for test: as given, or as many as client 0 has."""
+    if samples is None:
+        test = None if first.test is None else np.broadcast_to(np.int64(first.test), clients)
+        return np.broadcast_to(np.int64(len(first.y)), clients), test
+    given = np.asarray(samples)
+    shape = (clients,) if first.test is None else (clients, 2)
+    if given.shape != shape or given.dtype.kind not in "iu" or given.min() < 1:
+        each = "the number of its samples" if first.test is None else "the numbers of its samples for training and test"
+        raise FedobpError(f"`samples` must have {each} for each of {clients} clients, at least 1: it has {given.shape}")
+    given = given.astype(np.int64)
+    return (given, None) if first.test is None else (given.sum(axis=1), given[:, 1])
 
 
 def _asked(function: Any, client: int) -> Any:

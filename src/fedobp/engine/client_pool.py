@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -87,3 +88,8 @@ class PoolJob(ClientJob):
     """A job and its clients: what an engine runs."""
 
     clients: ClientPool
+
+    @cached_property
+    def data(self) -> FederatedData:
+        """The samples of the cohort, in memory as long as the job is."""
+        return self.clients.data.of(self.ctx.cohort)

@@ -62,8 +62,8 @@ class Serial:
             uploads.append(mask_unsent(done.upload))
             losses.append(loss)
             finite.append(done.theta.isfinite().all() & ~loss.isinf())
-        sizes = [clients.data.size(client, "train") for client in cohort]
-        n = torch.tensor(sizes, device=clients.data.x.device)
+        sizes = [job.data.size(client, "train") for client in cohort]
+        n = torch.tensor(sizes, device=job.data.x.device)
         processed = (self.counters - before).samples
         return CohortUpdate(stack(uploads), n, sum(sizes), torch.stack(losses), torch.stack(finite), processed)
 
@@ -107,16 +107,17 @@ class Serial:
             for at, (client, vector) in enumerate(zip(job.ctx.cohort.tolist(), theta, strict=True)):
                 self._model.load(module, vector)
                 logits = partial(job.predict, self._model, take(scratch, at)) if job.predict and scratch else module
-                parts = job.clients.data.inputs(client, split).split(_TEST_BATCH)
+                parts = job.data.inputs(client, split).split(_TEST_BATCH)
                 found.append(torch.cat([result_of(logits(part)) for part in parts]).cpu())
         return found
 
     def _run(self, job: PoolJob, client: int, position: int, purpose: Purpose) -> tuple[Client, Tensor]:
         """Run one client's program. A remote node does no more than this."""
-        clients, like = job.clients, job.clients.data.mean
+        clients, samples = job.clients, job.data
+        like = samples.mean
         hparams = {name: like.new_tensor(value) for name, value in job.hparams.items()}
-        counts = clients.data.counts(client)
-        n = counts.new_tensor(clients.data.size(client, "train"))
+        counts = samples.counts(client)
+        n = counts.new_tensor(samples.size(client, "train"))
         about = {"n": n, "counts": counts, "steps": torch.zeros_like(n)}
         download = mask_unsent(take(job.download, position))
         one = Client(clients.state[client], download, scratch={}, upload={}, hparams=hparams, data=about)
@@ -124,7 +125,7 @@ class Serial:
         loss = like.new_tensor(math.nan)
         for phase, item in enumerate(job.program):
             if isinstance(item, Train):
-                x, y = clients.data.inputs(client, "train"), clients.data.targets(client, "train")
+                x, y = samples.inputs(client, "train"), samples.targets(client, "train")
                 data = self._batches(fold(key, phase), x, y, range(item.epochs), self._batch)
                 with deterministic(self._precision, self._threads), autocast(self._precision, like):
                     one, losses = sgd(self._model, self._module(like), one, item, data)
@@ -133,7 +134,7 @@ class Serial:
                 seen = item.epochs * (len(y) - (len(y) % self._batch == 1))
                 self.counters += Counters(len(losses), seen, seen)
             elif isinstance(item, Sweep):
-                x, y = clients.data.inputs(client, "train"), clients.data.targets(client, "train")
+                x, y = samples.inputs(client, "train"), samples.targets(client, "train")
                 with deterministic(self._precision, self._threads), autocast(self._precision, like):
                     one = self._sweep(one, item, fold(key, phase), x, y)
             else:

@@ -1,4 +1,4 @@
-"""Tests all clients of a federation, a few at a time, without changing any state."""
+"""Tests clients of a federation, a few at a time, without changing any state."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -37,7 +37,7 @@ class Personal:
 
 @dataclass(frozen=True)
 class Report:
-    """One evaluation of all clients. `last`, `finetuned` and `new_clients` are None where they were not asked for."""
+    """One evaluation. `last`, `finetuned` and `new_clients` are None where they were not asked for."""
 
     round: int
     served: Accuracy
@@ -151,17 +151,21 @@ class Evaluator:
         engine: Engine,
         finetune_epochs: int,
         metrics: Sequence[MetricName] = (),
+        evaluated: Tensor | None = None,
     ) -> None:
+        """Test the `evaluated` ones of the clients that train (None: all of them), and all that are held out."""
         self._method, self._model, self._clients, self._engine = method, model, clients, engine
         self._finetune_epochs, data = finetune_epochs, clients.data
         self._at_once = max(1, _CHUNK[data.x.device.type] // model.layout.size)
-        all_clients = torch.arange(data.clients)
-        self._trainers, self._held_out = all_clients[: data.trainers], all_clients[data.trainers :]
-        self._test = ClientTester(engine, data, metrics)
-        self._validates = any(data.size(client, "val") for client in self._trainers.tolist())
-        if not any(data.size(client, "test") for client in self._trainers.tolist()):
-            raise FedobpError("no client has a sample to evaluate on: use fewer --clients or more data")
-        held_out = [data.size(client, "test") for client in self._held_out.tolist()]
+        self._trainers = torch.arange(data.trainers) if evaluated is None else evaluated
+        self._held_out = torch.arange(data.trainers, data.clients)
+        trainers, new = self._trainers.tolist(), self._held_out.tolist()
+        self._test = ClientTester(engine, data, metrics, [*trainers, *new])
+        self._validates = any(data.size(client, "val") for client in trainers)
+        if not any(data.size(client, "test") for client in trainers):
+            more = "fewer --clients or more data" if evaluated is None else "more --eval-clients, or leave it out"
+            raise FedobpError(f"no client has a sample to evaluate on: use {more}")
+        held_out = [data.size(client, "test") for client in new]
         if held_out and not any(held_out):
             raise FedobpError("no client that is held out has a sample to evaluate on: use more --holdout-clients")
 

@@ -9,14 +9,14 @@ from fedobp.evaluation.metrics import Accuracy
 
 @dataclass(frozen=True)
 class Protocol:
-    """Which rounds are reported and how one of them is chosen; always all clients, on their test parts."""
+    """Which rounds are reported and how one of them is chosen; on the test parts of all clients or of a sample."""
 
     name: str
     average: str
     rounds: tuple[int, ...]
     pick: str  # "last", or "best" by pooled accuracy
     model: str = "as served, before local training"
-    clients: str = "all"
+    clients: str = "all"  # or of how many: "100 of 10,000", drawn by the seed
     split: str = "test"
 
     @property
@@ -25,6 +25,12 @@ class Protocol:
         if self.pick == "best":
             return "best of rounds " + ", ".join(map(str, self.rounds))
         return f"round {self.rounds[-1]}"
+
+    @property
+    def test_parts(self) -> str:
+        """Whose samples accuracies are on, in words."""
+        sample = f"the test parts of {self.clients} clients, drawn by the seed"
+        return "all clients' test parts" if self.clients == "all" else sample
 
     def to_json(self) -> dict[str, object]:
         """Return the protocol as plain values."""
@@ -40,14 +46,14 @@ class Protocol:
 PAPER_ROUNDS = (100, 200, 300, 400)
 
 
-def make_protocol(name: str, rounds: int) -> Protocol:
+def make_protocol(name: str, rounds: int, clients: str = "all") -> Protocol:
     """Return the protocol `default` (the last round) or `paper` (the best of rounds 100, 200, 300 and 400)."""
     if name == "default":
-        return Protocol("default", "pooled and client mean", (rounds,), "last")
+        return Protocol("default", "pooled and client mean", (rounds,), "last", clients=clients)
     reached = tuple(r for r in PAPER_ROUNDS if r <= rounds)
     if not reached:
         raise FedobpError(
             f"--protocol paper reports the best of rounds 100, 200, 300 and 400, and --rounds {rounds} reaches none of "
             "them: use at least 100 rounds, or --protocol default"
         )
-    return Protocol("paper", "pooled", reached, "best")
+    return Protocol("paper", "pooled", reached, "best", clients=clients)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import prod
 
 from torch import Tensor
 
@@ -22,20 +23,19 @@ _MODELS = 3  # of a client, whose scores are held at once: served, last and fine
 class ClientTester:
     """Counts what clients' models get right; with `metrics`, also the sums of other metrics."""
 
-    def __init__(self, engine: Engine, data: FederatedData, metrics: Sequence[MetricName] = ()) -> None:
+    def __init__(
+        self, engine: Engine, data: FederatedData, metrics: Sequence[MetricName] = (), tested: Sequence[int] = ()
+    ) -> None:
+        """Test clients of a federation; `tested` are all that an evaluation tests."""
         self._engine, self._data, self._metrics = engine, data, metrics
-        self._label_counts = data.label_counts.cpu()
-        self.targets: dict[Split, list[Tensor]] = {
-            split: [data.targets(client, split).cpu() for client in range(data.clients)] for split in ("val", "test")
-        }
         if "confusion" in metrics and data.classes > _MOST_CLASSES:
             raise FedobpError(
                 f"a confusion matrix of {data.classes:,} classes is too large, at most {_MOST_CLASSES:,} are shown: "
                 "leave confusion out of --metrics"
             )
         if "auc" in metrics:  # in float64
-            rows = {split: sum(targets.numel() for targets in self.targets[split]) for split in self.targets}
-            size = 8 * data.classes * (_MODELS * rows["test"] + rows["val"])
+            rows = sum(_MODELS * data.size(client, "test") + data.size(client, "val") for client in tested)
+            size = 8 * data.classes * rows * prod(data.y.shape[1:])
             require_free_memory("--metrics auc, which compares the scores of all clients,", size)
 
     def __call__(
@@ -43,7 +43,7 @@ class ClientTester:
     ) -> list[ClientCounts]:
         """Test a cohort's models, each on its client's samples."""
         labels, ids = self._engine.predict(job, theta, split, scratch), job.ctx.cohort.tolist()
-        targets, label_counts = [self.targets[split][client] for client in ids], self._label_counts[ids]
+        targets, label_counts = job.data.targets_of(ids, split), job.data.counts_of(job.ctx.cohort).cpu()
         if not needs_logits(self._metrics):
             return [count(*one, self._metrics) for one in zip(labels, targets, label_counts, strict=True)]
         found: list[ClientCounts] = []

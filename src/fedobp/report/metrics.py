@@ -48,7 +48,9 @@ def _confusion_table(model: str, confusion: Confusion, labels: Sequence[str | in
         return table
     for name, counts in zip(names, confusion.pooled, strict=True):
         table.add_row(name, *(f"{count:,}" for count in counts))
-    table.notes = [f"Confusion matrix, {model}, all clients: samples by true label (row) and predicted label."]
+    table.notes = [
+        f"Confusion matrix, {model}, all evaluated clients: samples by true label (row) and predicted label."
+    ]
     return table
 
 

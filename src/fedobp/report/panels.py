@@ -101,6 +101,8 @@ class Clients:
         keys = {"fedavg": "small dots are FedAvg", "local": "grey squares are Local-Only"}
         if shown := [key for method, key in keys.items() if method in present]:
             sentences.append(f"On the same clients, {listed(shown)}.")
+        if self._first.config.eval_clients is not None:
+            sentences.append(f"These are the clients that were evaluated: {self._first.config.evaluated}.")
         if len({run.result.get("partition") for run in self._section.runs}) > 1:
             seed = self._first.config.partition_seed
             sentences.append(f"These are the clients of partition seed {seed}; other seeds have other clients.")
@@ -115,7 +117,7 @@ class Clients:
         """What the page's script tells of a client: sizes, entropy, accuracies."""
         if not self._first:
             return None
-        rows = self.rows[self._groups[0].index]
+        rows = [row for of_run in self.rows.values() for row in of_run]  # other seeds may have evaluated other clients
         return {
             "about": {row["client"]: [row["train"], row["test"], round(row["entropy"] or 0.0, 2)] for row in rows},
             "names": {group.index: group.label for group in self._groups},

@@ -29,7 +29,8 @@ def format_bytes(count: float) -> str:
 
 def _protocol_note(results: "Sequence[Result]") -> str:
     protocols = dict.fromkeys(f"{run.protocol.reported} (protocol {run.protocol.name})" for run in results)
-    return f"Accuracy in per cent on all clients' test parts, {' or '.join(protocols)}."
+    parts = dict.fromkeys(run.protocol.test_parts for run in results)
+    return f"Accuracy in per cent on {' or '.join(parts)}, {' or '.join(protocols)}."
 
 
 def run_table(result: "Result") -> ResultTable:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fedobp.saved_runs import SavedRun
 
 GLOSSARY = {
-    "Pooled": "Accuracy on the test samples of all clients together: a client counts by its samples.",
+    "Pooled": "Accuracy on the test samples of all evaluated clients together: a client counts by its samples.",
     "Client mean": "Mean of the clients' accuracies: every client counts the same.",
     "Worst tenth": "Mean accuracy of the tenth of clients with the lowest accuracy (at least one).",
     "Last": "Pooled accuracy of each client's own last local model; of the global model if it was never selected.",
@@ -96,14 +96,15 @@ def _seeds(configs: list[Config]) -> str:
 
 
 def _protocol(config: Config) -> str:
-    protocol = make_protocol(config.protocol, config.rounds)
+    protocol = make_protocol(config.protocol, config.rounds, config.evaluated)
     chosen = (
         " The round is chosen on the test samples, so the numbers are better than those of a model that is chosen "
         "without them."
         if protocol.pick == "best"
         else ""
     )
+    whose = "the test parts of all clients" if protocol.clients == "all" else protocol.test_parts
     return (
         f"Reported is {'the ' * (protocol.pick == 'best')}{protocol.reported} (protocol {protocol.name}): accuracy in "
-        f"per cent on the test parts of all clients, of the models as served, before further local training.{chosen}"
+        f"per cent on {whose}, of the models as served, before further local training.{chosen}"
     )

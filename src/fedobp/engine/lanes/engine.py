@@ -102,7 +102,7 @@ class Lanes:
         if not runs:
             return results
         # Batched over runs: many small transfers and launches are slower than one.
-        sizes = [[job.clients.data.size(client, "train") for client in job.ctx.cohort.tolist()] for job, _ in runs]
+        sizes = [[job.data.size(client, "train") for client in job.ctx.cohort.tolist()] for job, _ in runs]
         cohorts = list(map(len, sizes))
         finite = torch.cat([sums for _, (_, sums, _, _) in runs]).isfinite()
         finite &= ~torch.cat([loss for _, (_, _, loss, _) in runs]).isinf()
@@ -256,11 +256,12 @@ class Lanes:
 
     def _steps(self, job: PoolJob, purpose: Purpose, prepared: Prepared | None) -> Steps:
         """Run one program on its cohort; stop at every `Train` and `Sweep`, whose result is sent in."""
-        clients, like, cohort = job.clients, job.clients.data.mean, job.ctx.cohort
+        clients, data, cohort = job.clients, job.data, job.ctx.cohort
+        like = data.mean
         keys = _keys(job, purpose)
         loss, processed = like.new_full((len(cohort),), math.nan), 0
         numbers = to_device(list(job.hparams.values()), like.device, like.dtype).unbind()
-        sizes = [clients.data.size(client, "train") for client in cohort.tolist()]
+        sizes = [data.size(client, "train") for client in cohort.tolist()]
         # One transfer to the device: sizes, ids, zeros, and the steps of every training phase.
         epochs = [item.epochs if isinstance(item, Train) else 0 for item in job.program]
         steps = [[times * batches_of(size, self._batch) for size in sizes] for times in (0, *epochs)]
@@ -271,7 +272,7 @@ class Lanes:
             scratch={},
             upload={},
             hparams={name: number.expand(len(cohort)) for name, number in zip(job.hparams, numbers, strict=True)},
-            data={"n": n, "counts": clients.data.label_counts[ids], "steps": none},
+            data={"n": n, "counts": data.counts_of(ids), "steps": none},
         )
         for at, item in enumerate(job.program):
             if isinstance(item, Train | Sweep):

@@ -30,7 +30,7 @@ class Phase:
         """What all training phases of a group have in common: the samples, and the terms of the step."""
         item = self.item
         terms = (item.mask is None, item.pull is None, item.drift is None)
-        return (self.job.clients.data.storage_key, item.part, *terms)
+        return (self.job.data.storage_key, item.part, *terms)
 
     @property
     def group(self) -> Hashable:
@@ -43,7 +43,7 @@ class Phase:
         seen = [(part, name, _shape(value)) for part, record in parts.items() for name, value in record.items()]
         same = replace(item, epochs=0) if isinstance(item, Train) else item
         terms = (type(item), *(_function(value) for value in vars(same).values()))
-        return (self.job.clients.data.storage_key, terms, tuple(client.hparams), tuple(seen))
+        return (self.job.data.storage_key, terms, tuple(client.hparams), tuple(seen))
 
 
 class PhaseResult(NamedTuple):
@@ -95,7 +95,7 @@ def stacked_part(lanes: Sequence[Lane], part: str) -> Any:
 
 def scaling_of(lanes: Sequence[Lane]) -> Tensors:
     """Return the constants that scale the lanes' inputs."""
-    data = [lane.phase.job.clients.data for lane in lanes]
+    data = [lane.phase.job.data for lane in lanes]
     return {name: torch.stack([getattr(one, name) for one in data]) for name in ("mean", "std")}
 
 

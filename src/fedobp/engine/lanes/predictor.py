@@ -52,7 +52,7 @@ class Predictor:
         self, job: PoolJob, theta: Tensor, split: Split, scratch: Tensors | None, *, labels: bool
     ) -> list[Tensor]:
         """Return the labels or the logits of each client's samples."""
-        data, clients, device = job.clients.data, job.ctx.cohort, theta.device
+        data, clients, device = job.data, job.ctx.cohort, theta.device
         forward = self._forms[device.type]
         special = partial(job.predict, self._functions.model_on(device)) if job.predict and scratch else None
         plain = labels and special is None  # what the fused kernels do

@@ -52,7 +52,7 @@ class Trainer:
         """Return the clients of phases that have a step to take, sorted by the number of steps, largest first."""
         lanes = []
         for index, phase in enumerate(phases):
-            data = phase.job.clients.data
+            data = phase.job.data
             for row, client in enumerate(phase.job.ctx.cohort.tolist()):
                 n, item = data.size(client, "train"), phase.item
                 if isinstance(item, Train):
@@ -127,7 +127,7 @@ class Trainer:
     def _fit_plain(self, lanes: Sequence[Lane], rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, int]:
         """Train a stack with cross-entropy; `rows` change in place. Return sums of losses, and the number of slots."""
         ids, counts = self.data_order(lanes)
-        data = [lane.phase.job.clients.data for lane in lanes]
+        data = [lane.phase.job.data for lane in lanes]
         item, layout = lanes[0].phase.item, self._model.layout
         fused, steps = self._kernels(ids.device), [lane.steps for lane in lanes]
         if fused:
@@ -167,7 +167,7 @@ class Trainer:
             for tensor in ready:
                 tensor.record_stream(here)
             return ready
-        device = lanes[0].phase.job.clients.data.x.device
+        device = lanes[0].phase.job.data.x.device
         keys = to_device(torch.stack([lane.phase.keys[lane.row] for lane in lanes]), device)
         epochs = [lane.phase.item.epochs for lane in lanes]
         positions, counts = orders(keys, [lane.n for lane in lanes], epochs, self._batch)

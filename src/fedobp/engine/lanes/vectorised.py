@@ -98,7 +98,7 @@ class Vectorised:
             given["statistics"], free = free[:, layout.learned :], free & (entries < layout.learned)
         rules[first] = replace(rules[first], moving=free)
         given["rules"] = {name: rule.used() for name, rule in rules.items()}
-        samples = lanes[0].phase.job.clients.data
+        samples = lanes[0].phase.job.data
 
         def make(given: Any, moving: Any, active: int) -> Step:
             parts, scaling, learned, total = first_lanes(
@@ -131,7 +131,7 @@ class Vectorised:
 
     def sweep(self, lanes: Sequence[Lane], size: int) -> tuple[Tensors, list[int], int]:
         """Run a sweep on a stack; return `scratch` after it, each lane's epochs, and the number of slots."""
-        item, data = lanes[0].phase.item, [lane.phase.job.clients.data for lane in lanes]
+        item, data = lanes[0].phase.item, [lane.phase.job.data for lane in lanes]
         samples, device, keys = data[0], data[0].x.device, keys_of(lanes)
         model, precision = self.model_on(device), self._precision
         parts = {part: stacked_part(lanes, part) for part in _PARTS}
@@ -204,9 +204,7 @@ class Vectorised:
 
 def keys_of(lanes: Sequence[Lane]) -> Tensor:
     """Return the lanes' keys, on their device."""
-    return to_device(
-        torch.stack([lane.phase.keys[lane.row] for lane in lanes]), lanes[0].phase.job.clients.data.x.device
-    )
+    return to_device(torch.stack([lane.phase.keys[lane.row] for lane in lanes]), lanes[0].phase.job.data.x.device)
 
 
 def plan_of(keys: Tensor, ids: Tensor, counts: Tensor, step: Tensor, epoch: Tensor, batch: Tensor) -> Tensors:
@@ -230,8 +228,8 @@ def first_lanes(tree: Any, lanes: int) -> Any:
 def ids_of(lanes: Sequence[Lane], positions: Tensor) -> Tensor:
     """Return the samples at positions [lanes, ...] in each lane's training part."""
     ids = torch.empty_like(positions)
-    for data in dict.fromkeys(lane.phase.job.clients.data for lane in lanes):
-        rows = [at for at, lane in enumerate(lanes) if lane.phase.job.clients.data is data]
+    for data in dict.fromkeys(lane.phase.job.data for lane in lanes):
+        rows = [at for at, lane in enumerate(lanes) if lane.phase.job.data is data]
         clients = torch.tensor([lanes[at].client for at in rows])
         where = to_device(rows, positions.device)
         ids[where] = data.ids(clients, positions[where], "train")
