@@ -96,6 +96,7 @@ def simulate(
     evaluated = evaluated_clients(config)
     sample = None if config.eval_clients is None else evaluated
     evaluator = Evaluator(method, model, clients, engine, config.finetune_epochs, config.metric_names, sample)
+    evaluator.require_samples()
     run = Run(
         config,
         method,

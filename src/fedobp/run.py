@@ -184,7 +184,7 @@ class Run:
         return {
             "accounting": self.accounting.totals(),
             "reports": reports,
-            "history": self.history,
+            "history": list(self.history),  # a thread writes it while the next rounds train
             "seconds": self.seconds,
         }
 

@@ -94,6 +94,14 @@ class FederatedData:
         """The shape of one model input."""
         return tuple(self.x.shape[1:])
 
+    def scaled_by(self, unit: float, mean: Sequence[float], std: Sequence[float]) -> Self:
+        """Return the same samples with the constants of (x / unit - mean) / std given: a node has only its own."""
+        other, axes = copy(self), (1, -1, *[1] * (self.x.ndim - 2))
+        other.unit = unit
+        given = (torch.tensor(values, dtype=self.dtype, device=self.x.device) for values in (mean, std))
+        other.mean, other.std = (values.reshape(axes) for values in given)
+        return other
+
     def metadata(self) -> dict[str, Any]:
         """Return the metadata for a saved model: input shape, labels, and the constants of (x / unit - mean) / std."""
         constants = {"unit": self.unit, "mean": self.mean.flatten().tolist(), "std": self.std.flatten().tolist()}

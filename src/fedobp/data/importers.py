@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedobp.data.columns import Arrays, TableRules, TableSummary
-from fedobp.data.dataset import Dataset
+from fedobp.data.dataset import Dataset, parse
 from fedobp.data.datasets import new_dataset_path, store
 from fedobp.data.features import numbers_or_texts
 from fedobp.data.free_memory import memory_guard
@@ -59,17 +59,30 @@ def import_dataset(
             raise FedobpError(f"{key} is {short(value)}, which is no text: give a text, such as '{short(value)}'")
     rules = TableRules(label or "label", client, missing, drop, categories, separator, decimal, encoding)
     with memory_guard(f"importing {short(source, 200)}"):
-        try:
-            arrays, summary = _read(name, source, label, rules, progress)
-        except OSError as error:
-            raise FedobpError(
-                f"{short(source, 200)} cannot be imported ({first_line(error)}): make all of it readable"
-            ) from error
+        arrays, summary = _read_all(name, source, label, rules, progress)
         progress("checking and writing", 1.0)
         dataset = store(name, arrays, folder)
     if summary:
         on_table(summary)
     return dataset
+
+
+def read_source(source: Path) -> Dataset:
+    """Read data from a file or folder as `import_dataset` does by default, without storing it."""
+    with memory_guard(f"reading {short(source, 200)}"):
+        arrays, _ = _read_all(source.stem, source, None, TableRules("label"), lambda what, share: None)
+        return parse(source.stem, arrays)
+
+
+def _read_all(
+    name: str, source: Path, label: str | None, rules: TableRules, progress: Callable[[str, float], None]
+) -> tuple[Arrays, TableSummary | None]:
+    try:
+        return _read(name, source, label, rules, progress)
+    except OSError as error:
+        raise FedobpError(
+            f"{short(source, 200)} cannot be imported ({first_line(error)}): make all of it readable"
+        ) from error
 
 
 def _read(

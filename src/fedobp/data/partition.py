@@ -66,7 +66,7 @@ def partition(
             stacklevel=2,
         )
     shards = [
-        _split(indices, val_ratio, change, given)
+        replace(split_parts(indices, val_ratio, given), change=change)
         for indices, change in zip(assigned(made, task), changes(made, task), strict=True)
     ]
     shards = _held_out(shards, holdout, seed)
@@ -82,7 +82,7 @@ def _read_only(values: Indices) -> Indices:
     return view
 
 
-def _split(indices: Indices, val_ratio: float, change: InputChange, given: NDArray[np.bool_] | None) -> Shard:
+def split_parts(indices: Indices, val_ratio: float, given: NDArray[np.bool_] | None = None) -> Shard:
     """Split a client's samples; those for test are `given`, or the first quarter."""
     if given is None:
         n_test = int(TEST_SHARE * len(indices))
@@ -90,7 +90,7 @@ def _split(indices: Indices, val_ratio: float, change: InputChange, given: NDArr
     else:
         test, rest = indices[given[indices]], indices[~given[indices]]
     n_val = int(val_ratio * len(rest))
-    return Shard(train=rest[n_val:], val=rest[:n_val], test=test, change=change)
+    return Shard(train=rest[n_val:], val=rest[:n_val], test=test)
 
 
 def _held_out(shards: Sequence[Shard], count: int, seed: int) -> list[Shard]:

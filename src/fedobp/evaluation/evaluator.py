@@ -162,12 +162,16 @@ class Evaluator:
         trainers, new = self._trainers.tolist(), self._held_out.tolist()
         self._test = ClientTester(engine, data, metrics, [*trainers, *new])
         self._validates = any(data.size(client, "val") for client in trainers)
-        if not any(data.size(client, "test") for client in trainers):
-            more = "fewer --clients or more data" if evaluated is None else "more --eval-clients, or leave it out"
-            raise FedobpError(f"no client has a sample to evaluate on: use {more}")
         held_out = [data.size(client, "test") for client in new]
         if held_out and not any(held_out):
             raise FedobpError("no client that is held out has a sample to evaluate on: use more --holdout-clients")
+
+    def require_samples(self) -> None:
+        """Refuse clients of which none has a sample to test."""
+        if not any(self._clients.data.size(client, "test") for client in self._trainers.tolist()):
+            everyone = len(self._trainers) == self._clients.data.trainers
+            more = "fewer --clients or more data" if everyone else "more --eval-clients, or leave it out"
+            raise FedobpError(f"no client has a sample to evaluate on: use {more}")
 
     def __call__(self, view: ServerView, *, everything: bool, keep: Keep | None = None) -> Report:
         """Evaluate; with `everything`, also the last local and the fine-tuned models, and clients that are held out.

@@ -119,7 +119,7 @@ def read_settings(path: Path) -> FederationSettings:
     tables = {name: given.pop(name, None) for name in ("inputs", "server")}
     check_settings(given, path, [spec.name for spec in fields(Config)])
     try:
-        values = {name: tuple(v) if isinstance(v, list) else v for name, v in tables["inputs"].items()}
+        values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in tables["inputs"].items()}
         inputs, rules = Inputs(**values), Rules(**tables["server"])
         _check(inputs, rules)
     except (TypeError, ValueError, AttributeError) as error:
@@ -151,7 +151,7 @@ def pack(values: Mapping[str, Any], payload: bytes | None = None) -> RecordDict:
     return RecordDict(records)
 
 
-def unpack(content: RecordDict, longest: int) -> tuple[dict[str, Any], bytes]:
+def unpack(content: RecordDict, longest: float = math.inf) -> tuple[dict[str, Any], bytes]:
     """Return a message's values and payload; what is none of fedobp's, or longer than expected, is a user error."""
     try:
         text = content.config_records[_VALUES]["json"]
@@ -174,4 +174,3 @@ def visit_of(values: Sequence[Any]) -> Visit:
     """Return a visit from its plain form."""
     number, turn = values
     return int(number), int(turn)
-

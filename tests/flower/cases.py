@@ -1,0 +1,86 @@
+"""Federations on nodes for tests: settings and data files of a simulation, and a grid in this process."""
+
+from pathlib import Path
+
+import numpy as np
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedobp import Config, Federation
+from fedobp.flower.client import client_app
+from fedobp.flower.project import node_arrays
+from fedobp.flower.task import Inputs, Rules, make_settings, write_settings
+
+SMALL = {
+    "clients": 5, "rounds": 3, "epochs": 1, "participation": 0.6, "model": "mlp", "engine": "serial", "device": "cpu",
+    "eval_every": 2,
+}  # fmt: skip
+
+
+def prepared(folder: Path, config: Config, **rules):
+    """Write federation.toml and each client's data; return the settings and the simulated federation."""
+    federation = Federation(config)
+    inputs = Inputs.of(federation.source, federation.data)
+    settings = make_settings(federation.config, inputs, Rules(**{"wait": 5.0, "deadline": 5.0, **rules}))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "federation.toml").write_text(write_settings(settings))
+    for client, arrays in enumerate(node_arrays(federation)):
+        np.savez(folder / f"node-{client}.npz", **arrays)
+    return settings, federation
+
+
+class LocalGrid(Grid):
+    """Nodes in this process: every message is answered by the real client app when it is pushed.
+
+    `answers` may replace what a client answers, by client: it gets the message and the app's own answer.
+    """
+
+    def __init__(self, folder: Path, clients: int, answers=None) -> None:
+        self._app, self._folder, self.answers = client_app(folder / "federation.toml"), folder, answers or {}
+        self.nodes = {100 + client: client for client in range(clients)}
+        self._replies, self._sent = {}, 0
+        TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1  # as Flower sets them in a server app
+
+    def set_run(self, run) -> None: ...
+
+    @property
+    def run(self):
+        raise NotImplementedError
+
+    def create_message(self, *_, **__):
+        raise NotImplementedError
+
+    def send_and_receive(self, messages, *, timeout=None):
+        raise NotImplementedError
+
+    def get_node_ids(self):
+        return list(self.nodes)
+
+    def push_messages(self, messages):
+        found = []
+        for message in messages:
+            self._sent += 1
+            client, identity = self.nodes.get(message.metadata.dst_node_id), f"message {self._sent}"
+            message.metadata.__dict__["_message_id"] = identity
+            message.metadata.__dict__["_src_node_id"] = 1
+            found.append(identity)
+            reply = self._answer(message, client)
+            if reply is not None:
+                self._replies[identity] = reply
+        return found
+
+    def _answer(self, message, client):
+        config = {"client": client, "data": str(self._folder / f"node-{client}.npz"), "state": str(self._folder)}
+        context = Context(1, message.metadata.dst_node_id, config, RecordDict(), {})
+
+        def own():
+            try:
+                return self._app(message, context)
+            except Exception as error:
+                return Message(Error(2, str(error)), reply_to=message)
+
+        return self.answers[client](message, own) if client in self.answers else own()
+
+    def pull_messages(self, message_ids):
+        return [self._replies.pop(one) for one in list(message_ids) if one in self._replies]
