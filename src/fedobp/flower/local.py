@@ -1,0 +1,190 @@
+"""A federation on this machine: a superlink and nodes as processes, which all end with the block that started them."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from fedobp.errors import FedobpError, short
+from fedobp.files import unwritable
+from fedobp.flower.keys import CA, CERTIFICATE, KEY
+
+CONNECTION = "fedobp"
+# Flower would install the app's dependencies anew for every run, report usage, and look for updates.
+QUIET = {
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+class LocalDeployment:
+    """Processes of a deployment in a folder, each in a process group of its own, with a log and a Flower home.
+
+    Without `keys`, a folder that `make_keys` filled, there is neither TLS nor authentication.
+    """
+
+    def __init__(self, folder: Path, keys: Path | None = None) -> None:
+        self.folder, self._keys, self._running = folder, keys, dict[str, subprocess.Popen[bytes]]()
+        self.port = free_port()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name in list(self._running):
+            self.end(name)
+
+    @property
+    def address(self) -> str:
+        """Where the superlink listens."""
+        return f"127.0.0.1:{self.port}"
+
+    def log(self, name: str) -> Path:
+        """Return the log of a process."""
+        return self.folder / "logs" / f"{name}.log"
+
+    def start(self, name: str, program: str, arguments: Sequence[object], **environment: str) -> None:
+        """Start one of Flower's programs; what ran under the same name must have ended."""
+        home = self.folder / "homes" / name
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+            self.log(name).parent.mkdir(exist_ok=True)
+            log = self.log(name).open("ab")
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
+        with log:
+            self._running[name] = subprocess.Popen(
+                [find_program(program), *map(str, arguments)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env=_environment(home, **environment),
+            )  # fmt: skip
+
+    def running(self, name: str) -> bool:
+        """Say whether a process is running."""
+        return name in self._running and self._running[name].poll() is None
+
+    def end(self, name: str, number: int = signal.SIGTERM) -> None:
+        """End a process, and all that it started, by a signal; what is left after a few seconds is killed."""
+        process = self._running.pop(name)
+        _signal_group(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        _signal_group(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def pid(self, name: str) -> int:
+        """Return the process id of what runs under a name."""
+        return self._running[name].pid
+
+    def start_superlink(self, seconds: float = 60.0) -> None:
+        """Start the superlink, and wait until it listens."""
+        secure = self._keys
+        tls: list[object] = ["--insecure"]
+        if secure:
+            tls = [
+                "--ssl-ca-certfile",
+                secure / CA,
+                "--ssl-certfile",
+                secure / CERTIFICATE,
+                "--ssl-keyfile",
+                secure / KEY,
+            ]
+            tls.append("--enable-supernode-auth")
+        database = self.folder / "superlink.db"
+        self.start("superlink", "flower-superlink", [*tls, "--port", self.port, "--database", database])
+        end = time.monotonic() + seconds
+        while not _listens(self.port):
+            if not self.running("superlink") or time.monotonic() > end:
+                raise FedobpError(f"the superlink did not start: {short(self.log('superlink'), 200)} says why")
+            time.sleep(0.1)
+
+    def register(self, node: str) -> None:
+        """Register a node's public key with the superlink."""
+        assert self._keys is not None, "only with keys"
+        done = self.flwr("supernode", "register", self._keys / f"{node}.pub", CONNECTION)
+        if done.returncode:
+            raise FedobpError(f"node {short(node)} could not be registered: {short(done.stdout[-300:], 300)}")
+
+    def start_node(self, name: str, config: Mapping[str, Any], keys: Path | None = None) -> None:
+        """Start a node; its key is that of its name, or without keys it has none."""
+        secure = keys or self._keys
+        tls: list[object] = ["--insecure"]
+        if secure:
+            tls = ["--root-certificates", secure / CA, "--auth-supernode-private-key", secure / name]
+        given = " ".join(
+            f'{key}="{value}"' if isinstance(value, str) else f"{key}={value}" for key, value in config.items()
+        )
+        arguments = [*tls, "--superlink", self.address, "--port", free_port(), "--node-config", given]
+        self.start(name, "flower-supernode", arguments)
+
+    def start_run(self, app: Path, config: str = "", name: str = "run") -> None:
+        """Start the federation: `flwr run`, which follows the server's log until the run has ended."""
+        self._write_connection(name)
+        more = ["--run-config", config] if config else []
+        self.start(name, "flwr", ["run", app.absolute(), CONNECTION, "--stream", *more])
+
+    def flwr(self, *arguments: object) -> "subprocess.CompletedProcess[str]":
+        """Run one of Flower's commands to its end."""
+        self._write_connection("flwr")
+        environment = _environment(self.folder / "homes" / "flwr")
+        return subprocess.run(
+            [find_program("flwr"), *map(str, arguments)], env=environment, stdin=subprocess.DEVNULL, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+
+    def _write_connection(self, name: str) -> None:
+        home = self.folder / "homes" / name
+        home.mkdir(parents=True, exist_ok=True)
+        (home / "config.toml").write_text(connection(self.address, self._keys))
+
+
+def _environment(home: Path, **more: str) -> dict[str, str]:
+    """Return the environment of Flower's programs, which start one another by name."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return {**os.environ, **QUIET, "PATH": path, "FLWR_HOME": str(home.absolute()), **more}
+
+
+def connection(address: str, keys: Path | None) -> str:
+    """Return the text of a Flower home's `config.toml` that names a superlink."""
+    trust = f'root-certificates = "{(keys / CA).absolute()}"' if keys else "insecure = true"
+    return f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{address}"\n{trust}\n'
+
+
+def find_program(name: str) -> str:
+    """Return one of Flower's programs: the one beside this Python, or on the path."""
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise FedobpError(f"{name} is not installed: pip install 'fedobp[flower]'")
+    return found
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that is free now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as one:
+        one.settimeout(1)
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _signal_group(group: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, number)
