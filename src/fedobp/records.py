@@ -47,6 +47,16 @@ def stack(records: Sequence[Record]) -> Record:
     return stacked
 
 
+def shapes_of(record: Record) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each value of a record."""
+    return {name: tuple((v.values if isinstance(v, Sparse) else v).shape) for name, v in record.items()}
+
+
+def types_of(record: Record) -> dict[str, str]:
+    """Return the type of each value of a record, and whether it may be sent in part."""
+    return {name: f"sparse {v.values.dtype}" if isinstance(v, Sparse) else str(v.dtype) for name, v in record.items()}
+
+
 def mask_unsent(record: Record) -> Record:
     """Return a record as its receiver gets it: with NaN in entries that are not sent."""
     return {

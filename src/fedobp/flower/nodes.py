@@ -20,7 +20,8 @@ from flwr.serverapp import Grid
 
 from fedobp.errors import FedobpError, described, short
 from fedobp.files import read_checked_json, write_checked_json
-from fedobp.flower.task import FederationSettings, pack, unpack
+from fedobp.flower.messages import pack, unpack
+from fedobp.flower.task import FederationSettings
 
 _POLL = 0.5  # seconds between two looks for answers
 Say = Callable[[str], None]
@@ -141,7 +142,8 @@ class Nodes:
         """Send messages to nodes, and return their answers by node; errors are retried within the deadline."""
         end, found = time.monotonic() + deadline, dict[int, Any]()
         waiting = self._push(kind, requests, end, tries=0)
-        while waiting and time.monotonic() < end:
+        while waiting:
+            is_last = time.monotonic() >= end  # what has come by then still counts
             again = dict[int, int]()
             for message in self._pull(list(waiting)):
                 asked = waiting.pop(message.metadata.reply_to_message_id, None)
@@ -163,6 +165,8 @@ class Nodes:
                 except (FedobpError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
                     reason = str(error) if isinstance(error, FedobpError) else described(error)
                     self.log(kind, number, asked.client, asked.node, "refused", asked, reason=short(reason, 300))
+            if is_last:
+                break
             for node, tries in again.items():
                 waiting |= self._push(kind, {node: requests[node]}, end, tries)
             if waiting:
