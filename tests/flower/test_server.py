@@ -259,7 +259,8 @@ def test_who_claims_another_client_is_refused(tmp_path):
     grid = LocalGrid(tmp_path, 5)
     grid.nodes[999] = 2  # a second node that says it is client 2
     serve(grid, settings, tmp_path / "run", lambda text: None)
-    [refused] = [line for line in lines(tmp_path / "run") if line["status"] == "refused"]
+    refused, again = [line for line in lines(tmp_path / "run") if line["status"] == "refused"]
+    assert refused == again  # it is asked a second time, and then no more
     assert (refused["kind"], refused["node"]) == ("query", 999)
     assert refused["reason"] == "node 999 says it is client 2, which is another node"
     federation.run(out=tmp_path / "simulated")

@@ -54,7 +54,7 @@ class Nodes:
     def __init__(self, grid: Grid, settings: FederationSettings, folder: Path, longest: int) -> None:
         self._grid, self._settings, self._folder, self._longest = grid, settings, folder, longest
         self._bound, self.about = self._read_bound(), dict[int, dict[str, Any]]()
-        self._refused = set[int]()  # nodes that are no client of this federation
+        self._failures = Counter[int]()  # of nodes that could not say which client of this federation they are
         self._greeted = dict[str, Asked]()  # nodes that were asked who they are
         self.session, self.statuses = uuid4().hex, Counter[str]()
 
@@ -65,7 +65,8 @@ class Nodes:
 
     def greet(self) -> None:
         """Ask nodes that are new here which client they are, and take what has been answered; this does not wait."""
-        asked = {one.node for one in self._greeted.values()} | self._refused
+        asked = {one.node for one in self._greeted.values()}
+        asked |= {node for node, count in self._failures.items() if count > self._settings.rules.retries}
         new = [node for node in self._grid.get_node_ids() if node not in asked]
         new = [node for node in new if self._bound.get(node) not in self.about]
         end = time.monotonic() + self._settings.rules.wait
@@ -79,7 +80,7 @@ class Nodes:
                 values, _ = unpack(message.content, self._longest)
                 self._bind(one.node, values)
             except FedobpError as error:
-                self._refused.add(one.node)
+                self._failures[one.node] += 1
                 self.log("query", 0, -1, one.node, "refused", reason=str(error))
         if self._bound != before:
             write_checked_json(self._folder / "nodes.json", {str(node): client for node, client in self._bound.items()})
