@@ -103,7 +103,10 @@ def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
     if "tokens" in arrays:
         return _parse_tokens(name, arrays)
     check_shapes(f"dataset '{name}'", {key: np.shape(array) for key, array in arrays.items()})
-    x, y = check_inputs(f"dataset '{name}'", arrays["x"]), as_vector(arrays["y"])
+    x, y = arrays["x"], as_vector(arrays["y"])
+    # The float32 copy, and the mask of finite values.
+    with memory_guard(f"dataset '{name}'", 5 * x.size if x.dtype.kind == "f" else 0):
+        x = check_inputs(f"dataset '{name}'", x)
     facts = REGISTRY.get(name)
     if facts and x.shape[1:] not in (facts.shape, (*facts.shape, 1)):
         raise FedobpError(
@@ -125,8 +128,7 @@ def check_inputs(what: str, x: NDArray[Any]) -> NDArray[Any]:
         if x.dtype.kind != "f":
             tokens = ", or give it as tokens" if x.dtype.kind in "iu" and x.ndim == 2 else ""
             raise FedobpError(f"{what} has x of type {short(x.dtype)}: convert it to uint8 or float32{tokens}")
-        # The float32 copy, and the mask of finite values.
-        with memory_guard(what, 5 * x.size), np.errstate(over="ignore"):
+        with np.errstate(over="ignore"):
             x = x.astype(np.float32, copy=False)
             finite = np.isfinite(x).all()
         if not finite:
