@@ -133,6 +133,8 @@ def test_a_damaged_result_is_a_user_error(tmp_path: Path, content: str, said: st
         ("clients.csv", "\n0,", "\nzero,"),
         ("config.toml", "alpha =", "# alpha ="),
         ("result.json", '"history": [', '"history": [3, '),
+        ("result.json", '"history": [', '"history": [[1e999, 0, 0], '),
+        ("result.json", '"history": [', '"history": [[[], 0, 0], '),
         ("result.json", '"provenance": {', '"provenance": 3, "other": {'),
     ],
 )
@@ -151,3 +153,13 @@ def test_copies_that_are_not_complete_are_not_found(finished, tmp_path: Path):
     for name in ("run", ".other.part"):
         shutil.copytree(result.out, tmp_path / name)
     assert [run.name for run in find_runs([tmp_path])] == ["run"]
+
+
+@pytest.mark.parametrize("name", ["metrics", "timings"])
+def test_a_line_that_is_no_table_is_a_user_error(finished, tmp_path: Path, name: str):
+    _, result = finished
+    shutil.copytree(result.out, tmp_path / "run")
+    (tmp_path / "run" / f"{name}.jsonl").write_text('{"round": 1}\n3\n')
+    [run] = find_runs([tmp_path])
+    with pytest.raises(FedobpError, match=rf"{name}.jsonl is damaged \(a line is no table of values\)"):
+        getattr(run, name)()

@@ -36,7 +36,10 @@ class SavedRun:
     @property
     def history(self) -> list[tuple[int, float, float]]:
         """(round, pooled, client mean) of each evaluation, as in `Result.history`."""
-        return [(int(number), float(pooled), float(mean)) for number, pooled, mean in self.result["history"]]
+        try:
+            return [(int(number), float(pooled), float(mean)) for number, pooled, mean in self.result["history"]]
+        except (TypeError, ValueError, OverflowError) as error:
+            raise _no_result(self.folder / "result.json") from error
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of `metrics.jsonl`, one a round."""
@@ -96,7 +99,7 @@ class SavedRun:
                 clients=tuple(clients),
                 provenance=dict(found["provenance"]),
             )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise _no_result(self.folder / "result.json") from error
 
 
@@ -152,6 +155,8 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines: list[dict[str, Any]] = _parsed(path, lambda text: [json.loads(line) for line in _lines(text)])
+    if not all(isinstance(line, dict) for line in lines):
+        raise _damaged(path, "a line is no table of values")
     return lines
 
 

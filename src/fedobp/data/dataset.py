@@ -255,7 +255,8 @@ def _check_names(name: str, what: str, key: str, values: NDArray[Any]) -> NDArra
     """Return names as texts or as signed 64-bit integers; other types are a user error."""
     if values.dtype.kind == "U":
         native = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
-        if native.view(np.uint32).max(initial=0) > sys.maxunicode:
+        codes = native.view(np.uint32)
+        if codes.max(initial=0) > sys.maxunicode or ((codes >= 0xD800) & (codes < 0xE000)).any():  # surrogates: no text
             raise FedobpError(f"dataset '{name}' has names in {key} that are no text: save it again")
         if not np.char.strip(values).all():
             raise FedobpError(f"dataset '{name}' has samples without a name in {key}: name them, or leave them out")
