@@ -14,7 +14,7 @@ from lanes_cases import normed
 
 from fedobp import Config, Federation, FedobpError, resume_sweep, sweep
 from fedobp.algorithms import METHODS
-from fedobp.checkpoint import Interval
+from fedobp.checkpoint import Interval, PastRun, note_failure
 from fedobp.launch import StopTraining
 from fedobp.storage.tensor_file import read_tensors, write_tensors
 
@@ -176,6 +176,17 @@ def test_a_checkpoint_with_a_right_checksum_and_wrong_content_is_refused(tmp_pat
         return
     with pytest.raises(FedobpError, match=r"server-1\.safetensors is no checkpoint of this run \(.*\): remove it"):
         go_on(config, tmp_path / "run")
+
+
+def test_a_note_of_a_failure_is_read_as_one_line_or_not_at_all(tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    for content in ("", "3", "[" * 100_000, '{"round": 1e999, "error": ""}', '{"round": [], "error": ""}'):
+        (tmp_path / "checkpoint" / "failed.json").write_text(content)
+        assert not PastRun(tmp_path, Config(), "", []).is_over(9)
+    note_failure(tmp_path, 3, FedobpError("two\nlines"))
+    past = PastRun(tmp_path, Config(), "", [])
+    assert past.is_over(3)
+    assert str(past.outcome()) == "two\\nlines"
 
 
 def test_before_the_first_checkpoint_a_run_starts_anew(tmp_path):

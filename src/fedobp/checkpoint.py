@@ -263,8 +263,8 @@ def note_failure(folder: Path, number: int, error: BaseException) -> None:
 def _read_failure(path: Path) -> tuple[int, str] | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return int(found["round"]), str(found["error"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return int(found["round"]), short(found["error"], 1000)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None  # then the run is trained again, and fails again
 
 

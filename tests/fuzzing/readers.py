@@ -17,11 +17,12 @@ from official_files import official
 from PIL import Image
 
 from fedobp import Config, Federation, load_results
-from fedobp.checkpoint import Checkpoints, usable_rounds
+from fedobp.checkpoint import Checkpoints, PastRun, note_failure, usable_rounds
 from fedobp.config import read_config
 from fedobp.data import describe, import_dataset, load, load_partition, partition, partition_file, save_partition
 from fedobp.data.sources import SOURCES
 from fedobp.engine import Budget
+from fedobp.errors import FedobpError
 from fedobp.grouping import batch_size_for, engine_for
 from fedobp.launch import StopTraining, simulate
 from fedobp.records import Sparse
@@ -30,6 +31,7 @@ from fedobp.storage import load_state_dict
 from fedobp.storage.tensor_file import read_tensors
 from fedobp.sweep_file import read_sweep_file
 from fedobp.sweep_file import to_toml as sweep_toml
+from fedobp.sweep_folder import _read_failure as read_failure
 from fedobp.wire import decode, encode
 
 from .mutators import _tensors, sealed
@@ -212,6 +214,24 @@ def checkpoint(folder: Path) -> Subject:
     return subject
 
 
+def failure(folder: Path) -> Subject:
+    """Why a run failed, as checkpoints note it and as sweeps do."""
+    made, sentence = Config(), "the loss of client 3 is not finite: use a smaller --lr"
+    (folder / "run" / "checkpoint").mkdir(parents=True)
+    note_failure(folder / "run", 3, FedobpError(sentence))
+    noted = (folder / "run" / "checkpoint" / "failed.json").read_bytes()
+    written = json.dumps({"method": "fedavg", "seed": 1, "error": sentence}).encode()
+
+    def read() -> object:
+        past = PastRun(folder / "run", made, "", [])
+        for text in (str(past.outcome()) if past.is_over(3) else "", read_failure(folder / "failed.json", made).error):
+            if not (len(text) <= 1000 and text.isprintable()):
+                raise ValueError(f"no sentence: {text[:100]!r}")
+        return past
+
+    return Subject(folder, {"run/checkpoint/failed.json": noted, "failed.json": written}, read)
+
+
 def partition_files(folder: Path) -> Subject:
     dataset = load("small", small_data(folder / "data"))
     shards = partition(dataset.y, 2, alpha=10.0)
@@ -385,6 +405,7 @@ READERS: dict[str, Reader] = {
     "run": Reader(run_folder, 70),
     "models": Reader(models, 90),
     "checkpoint": Reader(checkpoint, 50),
+    "failure": Reader(failure, 20),
     "partition": Reader(partition_files, 70),
     "npz": Reader(npz, 90),
     "csv": Reader(csv, 80),
