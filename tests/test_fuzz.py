@@ -79,6 +79,11 @@ def test_hostile_files_do_harm_to_those_who_unpickle_them(tmp_path, ran):
     assert (tmp_path / "marker").exists()
 
 
+def test_shares_add_up():
+    assert sum(COUNTS.values()) == 20_000
+    assert min(COUNTS.values()) > 0
+
+
 def test_a_number_makes_the_same_input_again(tmp_path):
     first, again = (Campaign("csv", 1, tmp_path / name) for name in ("first", "again"))
     different = {str(sorted(first.input(number).items())) for number in range(50)}

@@ -1,9 +1,11 @@
 """Inputs of a reader by number, and what must hold for each: a value or one sentence, and nothing else happens."""
 
+import io
 import os
 import resource
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from .mutators import mutant
 from .readers import READERS, Files
 
 LONGEST = 700  # characters of a sentence; lists of names, such as all settings, take most of it
-MEMORY = 512 * 2**20  # bytes that reading a small file may touch; a vocabulary of ten million tokens takes most of it
+MEMORY = 256 * 2**20  # bytes that reading a small file may touch
 ADDRESSES = 6 * 2**30  # bytes that it may reserve: a test that finds a fault must not bring down its machine
 
 
@@ -141,9 +143,6 @@ def hostile(marker: Path) -> list[bytes]:
 
 def zipped(members: dict[str, bytes]) -> bytes:
     """Return a zip archive."""
-    import io
-    import zipfile
-
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, content in members.items():
@@ -175,9 +174,10 @@ def campaign(name: str, seed: int) -> Iterator[Campaign]:
 
 @contextmanager
 def limited_addresses() -> Iterator[None]:
-    """Limit how much memory this process may reserve."""
+    """Limit how much memory this process may reserve, where the system tells how much it has."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + ADDRESSES, hard))
+    if size := _status("VmSize"):
+        resource.setrlimit(resource.RLIMIT_AS, (size + ADDRESSES, hard))
     try:
         yield
     finally:

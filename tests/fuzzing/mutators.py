@@ -425,7 +425,8 @@ def _change_tensor_header(random: Random, content: bytes, others: list[bytes]) -
 
 
 @lru_cache(maxsize=64)
-def _tensors(content: bytes) -> tuple[dict[str, torch.Tensor], str]:
+def tensors_of(content: bytes) -> tuple[dict[str, torch.Tensor], str]:
+    """Return the tensors of one of fedobp's files, and the JSON of its metadata."""
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     return load(content), header["__metadata__"]["fedobp"]
 
@@ -440,7 +441,7 @@ def sealed(tensors: dict[str, torch.Tensor], about: object) -> bytes:
 
 def _change_tensors(random: Random, content: bytes, others: list[bytes]) -> bytes:
     """Change a tensor or the metadata of one of fedobp's files, and compute its checksum again."""
-    found, text = _tensors(content)
+    found, text = tensors_of(content)
     tensors, about = dict(found), json.loads(text)
     if not tensors or random.random() < 0.5:
         return sealed(tensors, change_value(random, about))

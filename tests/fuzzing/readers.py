@@ -26,6 +26,7 @@ from fedobp.errors import FedobpError
 from fedobp.grouping import batch_size_for, engine_for
 from fedobp.launch import StopTraining, simulate
 from fedobp.records import Sparse
+from fedobp.report.page import report_html
 from fedobp.saved_runs import find_runs
 from fedobp.storage import load_state_dict
 from fedobp.storage.tensor_file import read_tensors
@@ -34,7 +35,7 @@ from fedobp.sweep_file import to_toml as sweep_toml
 from fedobp.sweep_folder import _read_failure as read_failure
 from fedobp.wire import decode, encode
 
-from .mutators import _tensors, sealed
+from .mutators import sealed, tensors_of
 
 Files = dict[str, bytes]  # by path in the reader's folder
 
@@ -64,14 +65,8 @@ class Reader:
 
 
 SMALL = {
-    "clients": 3,
-    "rounds": 4,
-    "epochs": 1,
-    "participation": 1.0,
-    "model": "mlp",
-    "eval_every": 2,
-    "save_models": "all",
-}
+    "clients": 3, "rounds": 4, "epochs": 1, "participation": 1.0, "model": "mlp", "eval_every": 2, "save_models": "all",
+}  # fmt: skip
 
 
 def small_data(folder: Path) -> Path:
@@ -134,20 +129,19 @@ method = "fedper"
 def run_folder(folder: Path) -> Subject:
     made = small_config(folder, metrics="f1,confusion", val_ratio=0.2)
     Federation(made).run(out=folder / "run", checkpoint_every=0)
-    names = [
-        "run/result.json",
-        "run/result.json",
-        "run/config.toml",
-        "run/clients.csv",
-        "run/metrics.jsonl",
-        "run/timings.jsonl",
-    ]
+    names = [f"run/{name}" for name in ("result.json", "config.toml", "clients.csv", "metrics.jsonl", "timings.jsonl")]
 
     def read() -> object:
         [run] = find_runs([folder / "run"])
         return run.history, run.metrics(), run.timings(), run.clients(), load_results(folder / "run")
 
     return Subject(folder, files_in(folder, *names), read)
+
+
+def report(folder: Path) -> Subject:
+    """The HTML report of a run, from the same files."""
+    made = run_folder(folder)
+    return Subject(folder, made.files, lambda: report_html(find_runs([folder / "run"])))
 
 
 def models(folder: Path) -> Subject:
@@ -161,10 +155,10 @@ def models(folder: Path) -> Subject:
         """Name the checksum of a changed global model in the file of clients."""
         if names[0] not in changed:
             return {}
-        tensors, about = _tensors(clients)
+        tensors, about = tensors_of(clients)
         return {
             names[1]: sealed(
-                tensors, {**json.loads(about), "global": json.loads(_tensors(changed[names[0]])[1])["sha256"]}
+                tensors, {**json.loads(about), "global": json.loads(tensors_of(changed[names[0]])[1])["sha256"]}
             )
         }
 
@@ -205,9 +199,9 @@ def checkpoint(folder: Path) -> Subject:
         [name] = changed
         if "clients-" not in name:
             return {}
-        tensors, text = _tensors(files[server])
+        tensors, text = tensors_of(files[server])
         about = json.loads(text)
-        about["files"][name.rpartition("-")[2].partition(".")[0]] = json.loads(_tensors(changed[name])[1])["sha256"]
+        about["files"][name.rpartition("-")[2].partition(".")[0]] = json.loads(tensors_of(changed[name])[1])["sha256"]
         return {server: sealed(tensors, about)}
 
     subject = Subject(folder, files, read, reseal)
@@ -280,8 +274,7 @@ def _dataset(folder: Path, name: str) -> object:
     """Return what is read of a dataset; its texts can be written."""
     found = load(name, folder)
     describe(name, folder)
-    if not found.vocabulary:
-        "".join(map(str, (*found.labels, *found.client_names))).encode()
+    "".join(map(str, (*found.labels[:100], *found.client_names))).encode()
     return found
 
 
@@ -403,6 +396,7 @@ READERS: dict[str, Reader] = {
     "config": Reader(config, 110),
     "sweep": Reader(sweep, 80),
     "run": Reader(run_folder, 70),
+    "report": Reader(report, 2),
     "models": Reader(models, 90),
     "checkpoint": Reader(checkpoint, 50),
     "failure": Reader(failure, 20),
