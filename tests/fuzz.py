@@ -5,7 +5,7 @@
     python tests/fuzz.py --reader csv --seed 3 --only 4711
 
 Inputs are divided among processes. If one crashes, hangs or runs out of memory, its input is reported, and another
-process goes on after it.
+process goes on after it. Ctrl-C prints what was read so far.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -41,7 +42,8 @@ class Job:
     numbers: range
     process: ForkProcess | None = None
     place: Path = Path()  # of the number that is being read: the process may end at any moment
-    done: int = 0
+    done: Tally = field(default_factory=Tally)  # as the process told last
+    slowest: float = 0.0
 
 
 @dataclass
@@ -71,7 +73,7 @@ def read_inputs(job: Job, seed: int, out: Connection) -> None:
     """Read a job's inputs, in a process of its own, and tell what became of them."""
     faulthandler.enable()
     place = os.open(job.place, os.O_RDWR | os.O_CREAT)
-    with campaign(job.name, seed) as one:
+    with suppress(KeyboardInterrupt), campaign(job.name, seed) as one:
         slowest = 0.0
         for done, number in enumerate(job.numbers, 1):
             os.pwrite(place, b"%020d" % number, 0)
@@ -85,10 +87,9 @@ def read_inputs(job: Job, seed: int, out: Connection) -> None:
                 causes = traceback.format_exception(fault.__cause__)[-6:] if fault.__cause__ else []
                 out.send(("fault", f"{job.name} {number}: {fault}\n{''.join(causes)}"))
             slowest = max(slowest, time.process_time() - started)
-            if done % SAID_AFTER == 0:
-                out.send(("done", done))
+            if done % SAID_AFTER == 0 or done == len(job.numbers):
+                out.send(("done", one.tally, slowest))
         one.check_surroundings()
-        out.send(("end", one.tally, slowest))
 
 
 def run_all(counts: dict[str, int], seed: int, processes: int) -> int:
@@ -99,7 +100,7 @@ def run_all(counts: dict[str, int], seed: int, processes: int) -> int:
     rows, faults, total, done = {name: Row() for name in counts}, 0, sum(counts.values()), 0
     running: dict[Connection, Job] = {}
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as places:
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as places, suppress(KeyboardInterrupt):
         while jobs or running:
             while jobs and len(running) < processes:
                 job, (receive, send) = jobs.pop(0), context.Pipe(duplex=False)
@@ -114,16 +115,20 @@ def run_all(counts: dict[str, int], seed: int, processes: int) -> int:
                     kind, *values = receive.recv()
                 except EOFError:
                     del running[receive]
+                    rows[job.name].add(job.done, job.slowest)
                     faults += _ended(job, jobs)
                     continue
                 if kind == "fault":
                     faults += 1
                     say(f"\n{values[0]}")
-                elif kind == "done":
-                    done, job.done = done + values[0] - job.done, values[0]
-                    say(f"\r{done:,} of {total:,}, {time.monotonic() - started:,.0f} s, {job.name}".ljust(60), end="")
                 else:
-                    rows[job.name].add(*values)
+                    done += values[0].inputs - job.done.inputs
+                    job.done, job.slowest = values
+                    say(f"\r{done:,} of {total:,}, {time.monotonic() - started:,.0f} s, {job.name}".ljust(60), end="")
+    for job in running.values():  # interrupted: what was read so far counts
+        rows[job.name].add(job.done, job.slowest)
+        assert job.process is not None
+        job.process.join()
     say("\n\n| reader | inputs | accepted | refused | for want of memory | slowest, s | most memory, MiB |")
     say(f"|---|{'---:|' * 6}")
     for name, row in rows.items():
