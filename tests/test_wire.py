@@ -344,3 +344,20 @@ def test_one_wrong_byte_gives_a_record_or_a_refusal(name):
             with suppress(FedobpError):
                 assert isinstance(decode(bytes(whole), shapes_of(SMALL[name])), dict)
         whole[place] = right
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [field(name="a" * 5000)],
+        [field(shape=[3] * 5000)],
+        [field(dtype="line\nline" * 500)],
+        [field(mask="b" * 5000, listed=0)],
+        [field(mask="\ud800", listed=0)],
+    ],
+)
+def test_a_refusal_is_one_short_line(header):
+    with pytest.raises(FedobpError) as caught:
+        decode(message(header, THREE), {"theta": (3,)})
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 600

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedobp.errors import FedobpError
+from fedobp.errors import FedobpError, first_line, short
 from fedobp.records import Record, Sparse
 from fedobp.transfer import AsyncCopy
 
@@ -98,7 +98,8 @@ def decode(message: bytes, shapes: Mapping[str, tuple[int, ...]]) -> Record:
         sent = [(entry["name"], tuple(entry["shape"])) for entry in fields]
         if sorted(sent) != sorted(shapes.items()):
             raise FedobpError(
-                f"a message holds {sent}, where {list(shapes.items())} is expected: both sides must use one model"
+                f"a message holds {short(sent, 200)}, where {short(list(shapes.items()), 200)} is expected: both sides "
+                "must use one model"
             )
         for entry in fields:
             dtype, shape = _DTYPES[entry["dtype"]], shapes[entry["name"]]
@@ -113,13 +114,17 @@ def decode(message: bytes, shapes: Mapping[str, tuple[int, ...]]) -> Record:
             else:
                 raise ValueError("a mask on what is no vector of floats")
     except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
-        raise FedobpError(f"a message of {len(message):,} bytes is damaged ({error}): send it again") from error
+        raise FedobpError(
+            f"a message of {len(message):,} bytes is damaged ({first_line(error)}): send it again"
+        ) from error
     if start != len(message):
         raise FedobpError(f"a message is {len(message) - start:,} bytes longer than its header says: send it again")
     for name, value in record.items():
         found = value.values[value.keep] if isinstance(value, Sparse) else value
         if not torch.isfinite(found).all():
-            raise FedobpError(f"a message holds NaN or infinite values in '{name}': the sender's training diverged")
+            raise FedobpError(
+                f"a message holds NaN or infinite values in '{short(name)}': the sender's training diverged"
+            )
     return record
 
 

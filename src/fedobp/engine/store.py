@@ -94,6 +94,13 @@ class Store:
         return self._kept.get(client, self._start)
 
     def __setitem__(self, client: int, record: Tensors) -> None:
+        """Write one record, which comes from a file."""
+        alike = all(
+            record[name].shape == value.shape and record[name].dtype == value.dtype
+            for name, value in self._start.items()
+        )
+        if not alike or not 0 <= client < self._clients:
+            raise ValueError(f"client {client} has a record of another form")
         self.scatter([client], {name: record[name][None] for name in self._start})
 
     def gather(self, clients: Iterable[int]) -> Tensors:
