@@ -154,7 +154,7 @@ def test_a_compressed_method_is_called_as_the_plain_one():
 def test_personal_entries_are_not_sent():
     model = Model("mlp", (4,), 2)
     method = compressed(METHODS["fedobp"](q=0.9), "8bit", "8bit")
-    server, record, _ = method.init(model, model.initial(0), 0)
+    _, record, _ = method.init(model, model.initial(0), 0)
     record = {**record, "theta": model.initial(3), "seen": torch.tensor(True)}
     ctx = RoundContext(model, 1, 1, 1, 1, torch.tensor([0]))
     download, _ = method.download(ctx, {"theta": model.initial(1)}, {k: v[None] for k, v in record.items()})

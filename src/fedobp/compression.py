@@ -8,9 +8,9 @@ For each vector v that the inner method sends, both sides hold the same referenc
 with one scale s for each tensor; e is the error feedback of the uplink, and becomes v - r + e - c s. `wire.py` leaves
 out codes that are 0 and entropy-codes the rest.
 
-- Downlink. r is the value that the client got before this one, or the part of its record that it uploaded since (see
-  `_next`); before its first round it is what the server would send before round 1, which follows from the seed. The
-  reference is a decoded value, so the next difference contains the error of this one: e is not needed.
+- Downlink. r is what the client received the last time, as it was decoded, so the next difference contains the error of
+  this one: e is not needed. Where an entry was not sent, r is what the client uploaded then. Before its first round, r
+  is what the server would send before round 1, which follows from the seed.
 - Uplink. r is this round's download of the same name, if there is one, so v - r is the local update. What remains of it
   stays on the client as e. The client goes on with v' where it would have kept v, so it keeps what the server has.
 
@@ -43,13 +43,14 @@ from fedobp.method import (
     Train,
 )
 from fedobp.options import Compression
-from fedobp.records import take, unsent
+from fedobp.records import mask_unsent, take, unsent
 
 _LARGEST = 127  # of a code
 _SHARE = 1 / 16  # of the entries that `sparse` sends
 _SMALLEST = 64  # entries of a vector that is compressed: what is shorter gains nothing
 _BLOCK = 4096  # entries with one scale, in a vector that is not a model's
 _SCALE, _SENT, _REST = ".scale", "sent.", "rest."
+_NOW = "now.sent."  # what a download decodes to: in records, until `aggregate`
 
 
 def compressed(method: Method, down: Compression, up: Compression) -> Method:
@@ -129,16 +130,32 @@ def _unpack(model: Model, record: Record, reference: Tensors) -> Record:
         scale = record.get(name + _SCALE)
         if isinstance(scale, Tensor) and _values(value).dtype == torch.int8:
             change = dequantise(_values(value), scale, sizes_of(model, _values(value)))
-            found[name] = _with(value, reference[name] + change if name in reference else change)
+            base = reference.get(name)
+            found[name] = _with(value, change if base is None or base.shape != change.shape else base + change)
         elif not (name.endswith(_SCALE) and name.removesuffix(_SCALE) in record):
             found[name] = value
     return found
 
 
-def _whole(download: Record, reference: Tensors) -> Tensors:
-    """Return all of a download's vectors that have a reference; where an entry is not sent, it is the reference's."""
-    values = {name: download[name] for name in reference if name in download}
-    return {name: value.fill(reference[name]) if isinstance(value, Sparse) else value for name, value in values.items()}
+def _received(download: Record, reference: Tensors) -> Tensors:
+    """Return a download's vectors that have a reference; NaN where an entry is not sent."""
+    return {name: _values(value) for name, value in mask_unsent(download).items() if name in reference}
+
+
+def _filled(received: Tensors, reference: Tensors) -> Tensors:
+    """Return received vectors with the reference's values where an entry is not sent."""
+    return {name: torch.where(value.isnan(), reference[name], value) for name, value in received.items()}
+
+
+def _next(reference: Tensors, received: Tensors, upload: Record, trained: Tensor) -> Tensors:
+    """Return the references after a round: what was received, and where an entry was not sent, what was uploaded."""
+    after = {**reference, **_filled(received, reference)}
+    for name, value in received.items():
+        sent = upload.get(name, after[name])
+        sent = sent.fill(after[name]) if isinstance(sent, Sparse) else sent
+        if sent.shape == value.shape:
+            after[name] = torch.where(value.isnan(), sent, value)
+    return {name: torch.where(trained, after[name], old) for name, old in reference.items()}
 
 
 def _compose(*functions: Callable[[Model, Client], Client]) -> Callable[[Model, Client], Client]:
@@ -213,12 +230,8 @@ class Compressed(Method):
                     difference = torch.where(value.keep, difference, 0)
                 codes, scale = quantise(difference, sizes_of(ctx.model, difference), self.down)
                 message |= {name: _with(value, codes), name + _SCALE: scale}
-        now = _whole(_unpack(ctx.model, message, reference), reference)
-        return message, {
-            **own,
-            **_prefixed(reference, _SENT),
-            **_prefixed(now, "now." + _SENT),
-        }  # the last until `aggregate`
+        received = _received(_unpack(ctx.model, message, reference), reference)
+        return message, {**own, **_prefixed(reference, _SENT), **_prefixed(received, _NOW)}
 
     def client_update(self, ctx: RoundContext) -> Program:
         """Decode, do what the inner method does, encode.
@@ -245,11 +258,11 @@ class Compressed(Method):
         self, ctx: RoundContext, server: Tensors, records: Tensors, update: CohortUpdate
     ) -> tuple[Tensors, Tensors]:
         """Decode the uploads, and do what the inner method does; then set the next references."""
-        now, reference = _named(records, "now." + _SENT), _named(records, _SENT)
-        own = {name: value for name, value in records.items() if not name.startswith((_SENT, "now." + _SENT))}
-        upload = _unpack(ctx.model, update.upload, now)
+        received, reference = _named(records, _NOW), _named(records, _SENT)
+        own = {name: value for name, value in records.items() if not name.startswith((_SENT, _NOW))}
+        upload = _unpack(ctx.model, update.upload, _filled(received, reference))
         server, own = self.inner.aggregate(ctx, server, own, update._replace(upload=upload))
-        return server, {**own, **_prefixed(_next(reference, now, upload, update.n[:, None] > 0), _SENT)}
+        return server, {**own, **_prefixed(_next(reference, received, upload, update.n[:, None] > 0), _SENT)}
 
     def _decode(self, model: Model, client: Client) -> Client:
         """Replace codes by the values that they stand for."""
@@ -258,11 +271,16 @@ class Compressed(Method):
     def _encode(self, model: Model, client: Client) -> Client:
         """Upload codes, keep what remains, and go on with the values that the server will have."""
         reference, rest = _named(client.state, _SENT), _named(client.state, _REST)
-        now, trained = _whole(client.download, reference), client.data["n"] > 0
-        upload, decoded = dict(client.upload), dict(client.upload)
-        for name in set(rest) & set(upload):
-            value = upload[name]
-            before, base = rest[name], now.get(name, torch.zeros_like(rest[name]))
+        received, trained = _received(client.download, reference), client.data["n"] > 0
+        bases = _filled(received, reference)
+        upload: Record = {}
+        decoded: Record = {}
+        for name, value in client.upload.items():
+            if name not in rest:
+                upload[name] = decoded[name] = value
+                continue
+            before, base = rest[name], bases.get(name)
+            base = torch.zeros_like(before) if base is None or base.shape != before.shape else base
             difference = _values(value) - base + before
             if isinstance(value, Sparse):
                 difference = torch.where(value.keep, difference, 0)
@@ -276,7 +294,7 @@ class Compressed(Method):
             decoded[name] = _with(value, base + change)
             upload |= {name: _with(value, codes), name + _SCALE: scale}
             client = _adopt(client, value, base + change)
-        after = _next(reference, now, decoded, trained)
+        after = _next(reference, received, decoded, trained)
         client = client.remember(**_prefixed(after, _SENT), **_prefixed(rest, _REST))
         return replace(client, upload=upload)
 
@@ -288,8 +306,3 @@ def _adopt(client: Client, value: Tensor | Sparse, decoded: Tensor) -> Client:
     state = {name: decoded if held is raw else held for name, held in client.state.items()}
     scratch = {name: decoded if held is raw else held for name, held in client.scratch.items()}
     return replace(client, state=state, scratch=scratch)
-
-
-def _next(reference: Tensors, now: Tensors, upload: Record, trained: Tensor) -> Tensors:
-    """Return the references after a round, from what both sides hold."""
-    return {name: torch.where(trained, now.get(name, old), old) for name, old in reference.items()}
