@@ -160,7 +160,8 @@ class Run:
         """
         keep = None
         if number == self.config.rounds:
-            self._models = ClientModels(self.model.layout, self.server["theta"])
+            rounded = self.config.compress_down != "none"
+            self._models = ClientModels(self.model.layout, self.server["theta"], rounded=rounded)
             keep = self._models.add if self._keep_models else None
         return self._evaluator(self.view(number), everything=number in self._protocol.rounds, keep=keep)
 

@@ -23,7 +23,6 @@ from fedobp.flower.task import (
     NO_VISIT,
     FederationSettings,
     Visit,
-    read_record,
     read_settings,
     visit_of,
 )
@@ -31,7 +30,7 @@ from fedobp.method import RoundContext, dense
 from fedobp.records import Record, Sparse, stack, take
 from fedobp.run import context_of, hparams_of
 from fedobp.storage.tensor_file import read_tensors, write_tensors
-from fedobp.wire import encode
+from fedobp.wire import decode_expected, encode
 
 Answer = tuple[dict[str, Any], bytes]
 
@@ -141,7 +140,7 @@ class Node:
         device = self._theta.device
         return {
             name: Sparse(*(part.to(device) for part in value)) if isinstance(value, Sparse) else value.to(device)
-            for name, value in read_record(payload, expected).items()
+            for name, value in decode_expected(payload, expected).items()
         }
 
     def _pool(self, values: Mapping[str, Any]) -> ClientPool | None:

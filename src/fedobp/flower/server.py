@@ -27,12 +27,12 @@ from fedobp.evaluation import Counts, Report, ServerView, report
 from fedobp.evaluation.evaluator import Keep
 from fedobp.files import user_cache
 from fedobp.flower.nodes import Nodes, Request, Say
-from fedobp.flower.task import NO_VISIT, FederationSettings, Visit, read_record, read_settings
+from fedobp.flower.task import NO_VISIT, FederationSettings, Visit, read_settings
 from fedobp.method import CohortUpdate
 from fedobp.records import Record, stack, take
 from fedobp.result import Result
 from fedobp.run import Run
-from fedobp.wire import encode
+from fedobp.wire import decode_expected, encode
 
 T = TypeVar("T")
 
@@ -149,7 +149,7 @@ class _Reader:
         if not isinstance(processed, int) or processed < 0 or not (loss is None or math.isfinite(loss)):
             raise FedobpError(f"client {client} reports numbers that are none")
         return Upload(
-            read_record(payload, self.expected[client]), n, math.nan if loss is None else float(loss), processed
+            decode_expected(payload, self.expected[client]), n, math.nan if loss is None else float(loss), processed
         )
 
 

@@ -1,4 +1,4 @@
-"""What a federation's server and nodes share: its settings in one file, and how they read each other's records.
+"""What a federation's server and nodes share: its settings in one file, and where a client stands.
 
 `federation.toml` holds the resolved settings of a run, what its inputs look like (no node sees another's data, so the
 constants of scaling are here), and the server's rules. Both sides build the same method and model from it.
@@ -22,10 +22,8 @@ from fedobp.engine import dtype_of
 from fedobp.errors import FedobpError, short
 from fedobp.method import InitialState, Method
 from fedobp.models import Model
-from fedobp.records import Record, shapes_of, types_of
 from fedobp.resolution import model_for, resolve
 from fedobp.toml import read_toml, toml_lines
-from fedobp.wire import decode
 
 # Where a client's last accepted training stands: its round, and which of the client's turns in that round it was.
 Visit = tuple[int, int]
@@ -136,14 +134,6 @@ def _check(inputs: Inputs, rules: Rules) -> None:
         raise ValueError("a shape has a size below 1, or there are no labels")
     if inputs.unit <= 0 or min(inputs.std) <= 0 or rules.deadline <= 0 or not 0 <= rules.min_replies <= 1:
         raise ValueError("unit, std and deadline must be above 0, min_replies between 0 and 1")
-
-
-def read_record(payload: bytes, expected: Record) -> Record:
-    """Return what a payload holds; names, shapes and types must be those of the record that the receiver expects."""
-    record = decode(payload, shapes_of(expected))
-    if types_of(record) != types_of(expected):
-        raise FedobpError(f"a message holds {types_of(record)}, where {types_of(expected)} is expected")
-    return record
 
 
 def visit_of(values: Sequence[Any]) -> Visit:

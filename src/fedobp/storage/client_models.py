@@ -19,15 +19,20 @@ from fedobp.storage.tensor_file import read_tensors, write_tensors
 
 
 class ClientModels:
-    """The models that clients use; a client takes the memory of its personal entries."""
+    """The models that clients use; a client takes the memory of its personal entries.
 
-    def __init__(self, layout: Layout, shared: Tensor) -> None:
-        self._layout, self._shared = layout, shared.cpu()
+    With `rounded`, shared entries arrive rounded at clients: those that differ from the global model's are kept, too.
+    """
+
+    def __init__(self, layout: Layout, shared: Tensor, *, rounded: bool = False) -> None:
+        self._layout, self._shared, self._rounded = layout, shared.cpu(), rounded
         self._clients: dict[int, dict[str, Tensor]] = {}
 
     def add(self, client: int, theta: Tensor, personal: Tensor) -> None:
         """Add a client's model; the mask `personal` marks its personal entries."""
         theta, personal = theta.cpu(), personal.cpu()
+        if self._rounded:
+            personal = personal | (theta != self._shared)
         # Not by indexing with a mask, which starts threads: that takes longer than all else where clients are many.
         others = torch.where(personal, self._shared, theta)
         assert torch.equal(others, self._shared), "entries outside `personal` must be the global model's"
