@@ -22,6 +22,7 @@ from fedobp.wire import (
     _decode_runs,
     _encode_runs,
     decode,
+    decode_expected,
     encode,
     header_bytes,
     max_message_bytes,
@@ -321,11 +322,12 @@ def test_a_message_that_is_too_long_is_refused_before_it_is_read():
         decode(b"x" * (limit + 1), {"theta": (3,)})
 
 
-def test_types_are_checked_where_the_receiver_names_them():
-    sent = encode({"theta": torch.ones(3)})
-    assert decode(sent, {"theta": (3,)}, {"theta": torch.float32})["theta"].tolist() == [1, 1, 1]
-    with pytest.raises(FedobpError, match="'theta' as float32"):
-        decode(sent, {"theta": (3,)}, {"theta": torch.int8})
+def test_types_must_be_those_that_the_receiver_expects():
+    sent, keep = encode({"theta": torch.ones(3)}), torch.tensor([True, False, True])
+    assert decode_expected(sent, {"theta": torch.zeros(3)})["theta"].tolist() == [1, 1, 1]
+    for other in (codes(1, 2, 3), torch.ones(3).double(), Sparse(torch.ones(3), keep)):
+        with pytest.raises(FedobpError, match="is expected: both sides must use one model"):
+            decode_expected(sent, {"theta": other})
 
 
 @pytest.mark.parametrize("scale", [-0.5, 1e31])

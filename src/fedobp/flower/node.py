@@ -54,6 +54,7 @@ def node_data(settings: FederationSettings, dataset: Dataset, client: int, devic
     none = np.empty(0, np.int64)
     own = _shard(settings, dataset) if len(dataset.y) else Shard(none, none, none)
     data = FederatedData(dataset, [own], device, dtype_of(config.precision), "none", clients=[client])
+    data.clients = data.trainers = config.clients  # of which this one has its samples here
     return data.scaled_by(inputs.unit, inputs.mean, inputs.std)
 
 

@@ -156,7 +156,7 @@ class _Reader:
 def _update(uploads: Sequence[Upload], answered: tuple[int, ...]) -> CohortUpdate:
     """Return clients' answers as the update of their cohort."""
     n = torch.tensor([one.n for one in uploads], dtype=torch.int64)
-    losses = torch.tensor([one.loss for one in uploads])
+    losses = torch.tensor([one.loss for one in uploads], dtype=torch.float64)  # of any precision, exactly
     return CohortUpdate(
         stack([one.upload for one in uploads]) if uploads else {}, n, int(n.sum()), losses,
         torch.ones(len(uploads), dtype=torch.bool), sum(one.processed for one in uploads), answered,
