@@ -31,10 +31,10 @@ class Sampler:
         return self._last
 
 
-def evaluated_clients(config: Config) -> Tensor:
-    """Return the clients that are evaluated, by id: all that train, or a sample of them, the same in all rounds."""
+def evaluated_clients(config: Config) -> Tensor | None:
+    """Return the sample of clients that are evaluated, by id, the same in all rounds; None: all that train."""
     if config.eval_clients is None:
-        return torch.arange(config.trainers)
+        return None
     key = fold(config.seed, NO_CLIENT, Purpose.EVALUATE)
     return permutation(key, config.trainers)[: config.eval_clients].sort().values
 
