@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedobp import keys
-from fedobp.keys import Purpose, fold, normal, permutation, sample, uniform
+from fedobp.keys import Purpose, fold, normal, permutation, uniform
 
 checked = settings(deadline=None, max_examples=100)
 int64 = st.integers(-(2**63), 2**63 - 1)
@@ -166,13 +165,3 @@ def test_no_global_generator_is_used():
     assert torch.get_rng_state().equal(before[0])
     assert random.getstate() == before[1]
     assert (np.random.get_state()[1] == before[2]).all()
-
-
-@checked
-@given(int64, st.integers(1, 300), st.data(), st.sampled_from([1, 2, 7, 2**62]))
-def test_a_sample_is_the_first_part_of_the_permutation(key, n, data, hashes):
-    """Also where many hashes are equal: the first of them come first, as in a stable sort."""
-    size = data.draw(st.integers(1, n))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keys, "fold", lambda *parts: fold(*parts) % hashes)
-        assert sample(torch.tensor(key), n, size).tolist() == permutation(torch.tensor(key), n)[:size].tolist()

@@ -69,14 +69,6 @@ def permutation(key: Tensor, n: int) -> Tensor:
     return fold(key, torch.arange(n, device=key.device)).argsort(stable=True)
 
 
-def sample(key: Tensor, n: int, size: int) -> Tensor:
-    """Return the first items of `permutation(key, n)`, without sorting the others."""
-    hashes = fold(key, torch.arange(n, device=key.device))
-    largest = hashes.topk(size, largest=False).values.max()
-    found = (hashes <= largest).nonzero()[:, 0]  # in order, so that equal hashes stay in it
-    return found[hashes[found].argsort(stable=True)][:size]
-
-
 def uniform(key: Tensor, n: int) -> Tensor:
     """Return n numbers strictly between 0 and 1, in float64: the midpoints of 2^52 equal intervals."""
     bits = (fold(key, torch.arange(n, device=key.device)) >> 12) & ((1 << 52) - 1)

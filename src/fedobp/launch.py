@@ -94,8 +94,7 @@ def simulate(
     initial = method.init(model, theta, config.seed)
     keeps = method.keeps_last_model
     clients = ClientPool(data, initial.state, theta, config.seed, budget, keeps_last_model=keeps)
-    evaluated = evaluated_clients(config)
-    sample = None if config.eval_clients is None else evaluated
+    sample = evaluated_clients(config)
     evaluator = Evaluator(method, model, clients, engine, config.finetune_epochs, config.metric_names, sample)
     evaluator.require_samples()
     run = Run(
@@ -113,7 +112,7 @@ def simulate(
         keep_models=keep_models,
         launch=launch,
         notes=notes,
-        clients=data.describe_clients(evaluated),
+        clients=data.describe_clients(evaluator.evaluated),
         continued_at=continued_at,
         callbacks=callbacks,
     )

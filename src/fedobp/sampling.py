@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedobp.config import Config
-from fedobp.keys import NO_CLIENT, Purpose, fold, sample
+from fedobp.keys import NO_CLIENT, Purpose, fold, permutation
 
 
 class Sampler:
@@ -22,7 +22,7 @@ class Sampler:
         config = self._config
         if config.sampling == "keyed":
             key = fold(config.seed, round, NO_CLIENT, Purpose.COHORT)
-            return sample(key, config.trainers, config.cohort_size)
+            return permutation(key, config.trainers)[: config.cohort_size]
         if round < self._drawn:  # a stream can only be drawn in order
             self._stream, self._drawn = random.Random(config.seed), 0
         for _ in range(round - self._drawn):
@@ -31,12 +31,12 @@ class Sampler:
         return self._last
 
 
-def evaluated_clients(config: Config) -> Tensor:
-    """Return the clients that are evaluated, by id: all that train, or a sample of them, the same in all rounds."""
+def evaluated_clients(config: Config) -> Tensor | None:
+    """Return the sample of clients that are evaluated, by id, the same in all rounds; None: all that train."""
     if config.eval_clients is None:
-        return torch.arange(config.trainers)
+        return None
     key = fold(config.seed, NO_CLIENT, Purpose.EVALUATE)
-    return sample(key, config.trainers, config.eval_clients).sort().values
+    return permutation(key, config.trainers)[: config.eval_clients].sort().values
 
 
 def cohorts(config: Config) -> Iterator[Tensor]:

@@ -157,9 +157,9 @@ class Evaluator:
         self._method, self._model, self._clients, self._engine = method, model, clients, engine
         self._finetune_epochs, data = finetune_epochs, clients.data
         self._at_once = max(1, _CHUNK[data.x.device.type] // model.layout.size)
-        self._trainers = torch.arange(data.trainers) if evaluated is None else evaluated
+        self.evaluated = torch.arange(data.trainers) if evaluated is None else evaluated  # of those that train
         self._held_out = torch.arange(data.trainers, data.clients)
-        trainers, new = self._trainers.tolist(), self._held_out.tolist()
+        trainers, new = self.evaluated.tolist(), self._held_out.tolist()
         self._test = ClientTester(engine, data, metrics, [*trainers, *new])
         self._validates = any(data.size(client, "val") for client in trainers)
         held_out = [data.size(client, "test") for client in new]
@@ -178,7 +178,7 @@ class Evaluator:
 
         `keep` gets each served model.
         """
-        chunks = self._trainers.split(self._at_once)
+        chunks = self.evaluated.split(self._at_once)
         first, *more = (self.counts(view, chunk, everything, keep) for chunk in chunks)
         new_clients = None
         if everything and len(self._held_out):
