@@ -1,11 +1,11 @@
 """Federations on nodes, in one process: every method through the codec equals the serial simulation."""
 
 import pytest
-from flower.cases import SMALL, LocalGrid, prepared
 
 from fedobp import Config
 from fedobp.algorithms import METHODS
 from fedobp.flower.server import serve
+from flower.cases import SMALL, LocalGrid, prepared
 
 
 def cases():
