@@ -38,7 +38,7 @@ def run_on_loopback(
             raise FedobpError(f"{short(folder, 200)} is not empty: choose another --out, nothing was overwritten")
     except (OSError, ValueError) as error:
         raise unwritable(folder, error) from error
-    folder = folder.absolute()
+    shown, folder = folder, folder.absolute()  # Flower's processes get whole paths
     write_app(folder / "app", settings)
     files = write_data(folder / "data", data)
     keys = folder / "keys" if tls else None
@@ -61,7 +61,7 @@ def run_on_loopback(
             progress(Progress(settings.config.method, line["round"], settings.config.rounds, accuracy))
         if not (run / "result.json").exists():
             raise FedobpError(_failure(running.log("run")))
-    return run
+    return shown / "run"
 
 
 def _rounds(running: LocalDeployment, path: Path) -> Iterator[dict[str, Any]]:

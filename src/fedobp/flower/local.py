@@ -24,6 +24,7 @@ from fedobp.flower.keys import CA, CERTIFICATE, KEY
 from fedobp.toml import toml_value
 
 CONNECTION = "fedobp"
+PATIENCE = 10.0  # seconds that programs have to end by themselves
 # Flower would install the app's dependencies anew for every run, report usage, and look for updates.
 QUIET = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
@@ -31,6 +32,15 @@ QUIET = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "PYTHONUNBUFFERED": "1",
 }
+
+# Starts a program. On Linux it is terminated with the process that started it, also if that is killed itself; what
+# Flower's programs start ends with them.
+_LAUNCHER = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 class LocalDeployment:
@@ -98,7 +108,7 @@ class LocalDeployment:
             raise unwritable(self.folder, error) from error
         with log:
             self._running[name] = subprocess.Popen(
-                [find_program(program), *map(str, arguments)],
+                [sys.executable, "-ISc", _LAUNCHER, find_program(program), *map(str, arguments)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 env=_environment(home, **environment),
             )  # fmt: skip
@@ -116,7 +126,7 @@ class LocalDeployment:
         processes = {name: self._running.pop(name) for name in names}
         for process in processes.values():
             _signal_group(process.pid, number)
-        end = time.monotonic() + 10
+        end = time.monotonic() + PATIENCE
         for process in processes.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))

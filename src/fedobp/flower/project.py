@@ -157,9 +157,7 @@ def described_inputs(shape: str, labels: str, unit: float = 1.0, mean: str = "0"
     for flag, given in (("--mean", mean), ("--std", std)):
         values = _numbers(flag, given, float)
         if len(values) not in (1, channels):
-            raise FedobpError(
-                f"{flag} has {len(values)} values, and inputs of {shape} have {channels}: give one or all"
-            )
+            raise FedobpError(f"{flag} has {len(values)} values: give one, or one for each of {channels} channels")
         constants.append(tuple(values * channels if len(values) == 1 else values))
     return Inputs(tuple(map(int, sizes)), tuple(names), unit, constants[0], constants[1])
 
