@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -187,9 +188,10 @@ def deploy_local(
     fedobp deploy local --nodes 3 --method fedper --model mlp --rounds 2
     """
     _require_flower()
-    from fedobp.flower.deploy import run_on_loopback, wire_of
+    from fedobp.flower.deploy import run_on_loopback
     from fedobp.flower.project import node_arrays
     from fedobp.report.tables import format_bytes, run_table
+    from fedobp.report.words import statuses
     from fedobp.saved_runs import read_run
     from fedobp.storage import new_run_folder
 
@@ -210,12 +212,12 @@ def deploy_local(
     if as_json:
         print_result(result.to_json())
         return
-    table, wire = run_table(result), wire_of(run)
-    times = [line["all"] for line in saved.timings()]
-    counted = ", ".join(f"{count} {status}" for status, count in sorted(wire.statuses.items()))
+    table, messages = run_table(result), saved.messages()
+    seconds = fmean(line["all"] for line in saved.timings())
+    down, up = (format_bytes(sum(line.get(name, 0) for line in messages)) for name in ("down", "up"))
     table.notes.append(
-        f"{nodes} nodes{', TLS' * tls}: {sum(times) / len(times):.1f} s a round; on the wire {format_bytes(wire.down)} "
-        f"down, {format_bytes(wire.up)} up, evaluations included; messages: {counted}."
+        f"{nodes} nodes{', TLS' * tls}: {seconds:.1f} s a round; on the wire {down} down, {up} up, evaluations "
+        f"included; messages: {statuses(messages)}."
     )
     print_result(table, f"Run folder: {run}")
 

@@ -2,10 +2,9 @@
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fedobp.errors import FedobpError, short
 from fedobp.files import unwritable
@@ -84,19 +83,3 @@ def _failure(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return said[-1] if said else f"the server ended early: {short(log, 200)} says why"
-
-
-class Wire(NamedTuple):
-    """What went over the wire in a run, by its `messages.jsonl`."""
-
-    down: int  # bytes of payloads, training and evaluation
-    up: int
-    statuses: Counter[str]  # what became of messages
-
-
-def wire_of(run: Path) -> Wire:
-    """Return what went over the wire in a run; nothing if it was simulated."""
-    path = run / "messages.jsonl"
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    down, up = (sum(line.get(name, 0) for line in lines) for name in ("down", "up"))
-    return Wire(down, up, Counter(line["status"] for line in lines))
