@@ -34,7 +34,6 @@ def files_in(folder):
     return {str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()}
 
 
-@pytest.mark.essential
 def test_a_project_from_a_dataset_has_settings_and_each_nodes_samples(command):
     said = command("deploy", "init", "here", *SMALL, "--method", "fedper", "--alpha", 0.5, "--deadline", 30, "--json")
     assert (said.code, said.err) == (0, "")
