@@ -77,6 +77,9 @@ def test_every_flag_in_the_docs_exists(command):
         "tune",
         "data import",
         "data fetch",
+        "deploy init",
+        "deploy keys",
+        "deploy local",
     )
     texts = [command(*one.split(), "--help").out for one in words]
     existing = set(re.findall(r"--[a-z][a-z-]*", " ".join(texts))) | {"--version"}

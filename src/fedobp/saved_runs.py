@@ -64,6 +64,10 @@ class SavedRun:
             raise _damaged(path, "a line has no numbers where they must be")
         return lines
 
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the lines of `messages.jsonl`, one a message to a node; [] if the run was simulated."""
+        return _read_lines(self.folder / "messages.jsonl")
+
     def clients(self) -> list[dict[str, Any]]:
         """Return the rows of `clients.csv`, None where a cell is empty; [] if there is no such file."""
         path = self.folder / "clients.csv"

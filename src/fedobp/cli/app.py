@@ -12,6 +12,7 @@ from fedobp._version import __version__
 from fedobp.cli.bench import bench
 from fedobp.cli.compare import compare
 from fedobp.cli.data import data
+from fedobp.cli.deploy import deploy
 from fedobp.cli.doctor import doctor
 from fedobp.cli.methods import methods
 from fedobp.cli.models import models
@@ -28,6 +29,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 for command in (run, compare, sweep, collect, report, plot, paper, partition, bench, methods, models, doctor, tune):
     app.command()(command)
 app.add_typer(data, name="data")
+app.add_typer(deploy, name="deploy")
 
 # Newer versions of typer bundle click, so the class of usage errors is taken from typer itself.
 _UsageError: Any = typer.BadParameter.__bases__[0]

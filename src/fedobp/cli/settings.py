@@ -68,7 +68,7 @@ def kernel_precision(given: str) -> Any:
     return given
 
 
-def with_settings(*names: str, **defaults: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_settings(*names: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command a flag for each named setting of `Config`; it receives the given ones as one mapping, `given`.
 
     `defaults` replace the defaults of `Config`.
@@ -86,8 +86,9 @@ def with_settings(*names: str, **defaults: str) -> Callable[[Callable[..., None]
         for spec in chosen:
             words = get_args(spec.type) if spec.type is not str else ()
             choices = [word for word in words if isinstance(word, str)]
-            default = defaults.get(spec.name, spec.default)
-            text = spec.metadata["help"] if default is None else f"{spec.metadata['help']} (default: {default})"
+            text, default = spec.metadata["help"], defaults.get(spec.name, spec.default)
+            if default is not None:  # instead of what the help says of another default
+                text = f"{text.partition(' (default')[0]} (default: {default})"
             detail: dict[str, Any] = {"metavar": "|".join(choices)} if choices else {}
             detail["rich_help_panel"] = spec.metadata["panel"]
             kind = number_type(spec) or str

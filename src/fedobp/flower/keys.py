@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ def make_keys(folder: Path, hosts: Sequence[str], nodes: int) -> None:
 
     The authority signs one certificate, and its private key is not kept. Existing keys are never overwritten.
     """
+    names = [_host(host) for host in hosts]
     if (folder / CA).exists():
         raise FedobpError(f"{short(folder, 200)} has keys already: remove them, or choose another folder")
     try:
@@ -30,7 +32,7 @@ def make_keys(folder: Path, hosts: Sequence[str], nodes: int) -> None:
         authority = ec.generate_private_key(ec.SECP256R1())
         ca = _certificate("fedobp federation", authority.public_key(), None, authority, [])
         key = ec.generate_private_key(ec.SECP256R1())
-        server = _certificate(hosts[0], key.public_key(), ca, authority, hosts)
+        server = _certificate("fedobp superlink", key.public_key(), ca, authority, names)
         _write(folder / CA, ca.public_bytes(serialization.Encoding.PEM))
         _write(folder / CERTIFICATE, server.public_bytes(serialization.Encoding.PEM))
         _write(folder / KEY, _private(key, serialization.PrivateFormat.PKCS8), secret=True)
@@ -53,7 +55,7 @@ def _certificate(
     public: ec.EllipticCurvePublicKey,
     issuer: x509.Certificate | None,
     signer: ec.EllipticCurvePrivateKey,
-    hosts: Sequence[str],
+    hosts: Sequence[x509.GeneralName],
 ) -> x509.Certificate:
     subject, now = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), datetime.now(UTC)
     made = (
@@ -69,7 +71,7 @@ def _certificate(
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
     )
     if hosts:
-        made = made.add_extension(x509.SubjectAlternativeName([_host(one) for one in hosts]), critical=False)
+        made = made.add_extension(x509.SubjectAlternativeName(hosts), critical=False)
         made = made.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
     else:
         usage = dict.fromkeys(
@@ -85,6 +87,10 @@ def _host(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
+        if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", name):
+            raise FedobpError(
+                f"'{short(name)}' is no name of a machine: give one such as a.example.org, or its IP address"
+            ) from None
         return x509.DNSName(name)
 
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,20 @@ Visit = tuple[int, int]
 NO_VISIT: Visit = (0, 0)
 
 
+def _rule(default: Any, about: str) -> Any:
+    """Declare a rule of the server: `about` stands beside it in `federation.toml`."""
+    return field(default=default, metadata={"about": about})
+
+
 @dataclass(frozen=True)
 class Rules:
     """What the server does about nodes that are late, absent or wrong."""
 
-    deadline: float = 600.0  # seconds that the nodes of a cohort have to answer
-    min_replies: float = 0.5  # share of a cohort that must have answered, or the cohort is skipped
-    retries: int = 1  # how often a node is asked again that answered with an error
-    start_nodes: int = 0  # nodes that must be there before round 1; 0: all
-    wait: float = 600.0  # seconds to wait for them
+    deadline: float = _rule(600.0, "seconds that the nodes of a cohort have to answer")
+    min_replies: float = _rule(0.5, "share of a cohort that must have answered, or the cohort is skipped")
+    retries: int = _rule(1, "how often a node is asked again that answered with an error")
+    start_nodes: int = _rule(0, "nodes that must be there before the first round; 0: all")
+    wait: float = _rule(600.0, "seconds to wait for them")
 
 
 @dataclass(frozen=True)
@@ -101,8 +106,16 @@ def make_settings(config: Config, inputs: Inputs, rules: Rules) -> FederationSet
 
 def write_settings(settings: FederationSettings) -> str:
     """Return the text of `federation.toml`."""
-    tables = {"inputs": _plain(settings.inputs), "server": _plain(settings.rules)}
-    lines = [line for name, table in tables.items() for line in ("", f"[{name}]", *toml_lines(table))]
+    rules = [
+        f"{line}   # {spec.metadata['about']}"
+        for line, spec in zip(toml_lines(_plain(settings.rules)), fields(Rules), strict=True)
+    ]
+    lines = [
+        "", "# What the samples of all nodes look like; inputs are scaled by (x / unit - mean) / std.",
+        "[inputs]", *toml_lines(_plain(settings.inputs)),
+        "", "# What the server does about nodes that are late, absent or wrong: only this table may be changed later.",
+        "[server]", *rules,
+    ]  # fmt: skip
     return settings.config.to_toml() + "\n".join(lines) + "\n"
 
 
@@ -120,13 +133,14 @@ def read_settings(path: Path) -> FederationSettings:
     try:
         values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in tables["inputs"].items()}
         inputs, rules = Inputs(**values), Rules(**tables["server"])
-        _check(inputs, rules)
+        check_values(inputs, rules)
     except (TypeError, ValueError, AttributeError) as error:
         raise FedobpError(f"{where} does not describe a federation ({short(error, 120)}): make it anew") from error
     return make_settings(Config(**given), inputs, rules)
 
 
-def _check(inputs: Inputs, rules: Rules) -> None:
+def check_values(inputs: Inputs, rules: Rules) -> None:
+    """Raise a ValueError for numbers that describe no federation."""
     numbers = (inputs.unit, *inputs.mean, *inputs.std, rules.deadline, rules.min_replies, rules.wait)
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in numbers):
         raise ValueError("a number is none, or not finite")

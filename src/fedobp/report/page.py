@@ -18,7 +18,7 @@ from fedobp.report.panels import Clients, Panel, accuracy_panel, bytes_panel, ke
 from fedobp.report.sections import Group, Section, sections_of, without_repeats
 from fedobp.report.svg import inline_svg
 from fedobp.report.tables import format_bytes
-from fedobp.report.words import GLOSSARY, counted, listed, model_size, setting_in_words
+from fedobp.report.words import GLOSSARY, counted, listed, model_size, setting_in_words, statuses
 
 if TYPE_CHECKING:
     from fedobp.saved_runs import SavedRun
@@ -62,6 +62,7 @@ def report_html(runs: "Sequence[SavedRun]", *, title: str | None = None, notes: 
     repeats = len(runs) - len(kept)
     notes = [
         *notes,
+        *(f"{run.name} ran on nodes; messages: {statuses(sent)}." for run in kept if (sent := run.messages())),
         *([f"{counted(repeats, 'run')} with settings and seeds of others given: left out."] * bool(repeats)),
     ]
     sections = sections_of(kept)

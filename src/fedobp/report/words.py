@@ -1,6 +1,7 @@
 """Runs in plain words: what was trained, and by which protocol it is reported."""
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fedobp.config import Config
@@ -33,6 +34,12 @@ def listed(values: Iterable[object], last: str = "and") -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural where needed."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def statuses(messages: Iterable[Mapping[str, Any]]) -> str:
+    """Return what became of messages to nodes, in words: 12 accepted, 1 late."""
+    found = Counter(str(one.get("status")) for one in messages)
+    return ", ".join(f"{count:,} {status}" for status, count in sorted(found.items()))
 
 
 def model_size(runs: "Iterable[SavedRun]") -> int | None:
