@@ -244,7 +244,7 @@ def test_a_server_that_died_goes_on_after_its_checkpoint(method, tmp_path):
 def test_a_node_without_data_takes_part(tmp_path, monkeypatch):
     """As a client without samples does in a simulation; it has no accuracy."""
     settings, _ = prepared(tmp_path, CONFIG)
-    [arrays] = [dict(np.load(tmp_path / "node-1.npz"))]
+    [arrays] = [dict(np.load(tmp_path / "node-1.npz", allow_pickle=False))]
     np.savez(tmp_path / "node-1.npz", **{name: value[:0] for name, value in arrays.items()})
     grid = LocalGrid(tmp_path, 5)
     grid.data[1] = ""

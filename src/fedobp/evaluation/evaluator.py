@@ -168,8 +168,8 @@ class Evaluator:
 
     def require_samples(self) -> None:
         """Refuse clients of which none has a sample to test."""
-        if not any(self._clients.data.size(client, "test") for client in self._trainers.tolist()):
-            everyone = len(self._trainers) == self._clients.data.trainers
+        if not any(self._clients.data.size(client, "test") for client in self.evaluated.tolist()):
+            everyone = len(self.evaluated) == self._clients.data.trainers
             more = "fewer --clients or more data" if everyone else "more --eval-clients, or leave it out"
             raise FedobpError(f"no client has a sample to evaluate on: use {more}")
 
