@@ -5,6 +5,7 @@ which of its trainings the server has accepted: only then does the pending state
 answer was late, lost or refused goes on from the state that the server knows, as if it had not been asked.
 """
 
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -84,10 +85,12 @@ class Node:
 
     def answer(self, kind: str, values: Mapping[str, Any], payload: bytes) -> Answer:
         """Return the answer to a message; what is wrong with it goes back as one sentence."""
+        began = time.perf_counter()
         try:
             if kind == "query":
                 return self.about(), b""
-            return self.train(values, payload) if kind == "train" else self.evaluate(values, payload)
+            answer, upload = self.train(values, payload) if kind == "train" else self.evaluate(values, payload)
+            return {**answer, "seconds": time.perf_counter() - began}, upload
         except FedobpError as error:
             return {"error": str(error)}, b""
 

@@ -158,7 +158,7 @@ class Nodes:
                     if "error" in values:
                         raise ConnectionError(short(values["error"], 200))
                     found[asked.node] = read(asked.client, values, payload)
-                    self.log(kind, number, asked.client, asked.node, "accepted", asked, len(payload))
+                    self.log(kind, number, asked.client, asked.node, "accepted", asked, len(payload), values)
                 except ConnectionError as error:
                     self.log(kind, number, asked.client, asked.node, "failed", asked, reason=str(error))
                     if asked.tries < self._settings.rules.retries:
@@ -209,6 +209,7 @@ class Nodes:
         status: str,
         asked: Asked | None = None,
         up: int = 0,
+        values: Mapping[str, Any] | None = None,
         reason: str = "",
     ) -> None:
         """Add a line to `messages.jsonl`: what became of one message."""
@@ -216,6 +217,8 @@ class Nodes:
         line: dict[str, Any] = {"round": number, "kind": kind, "client": client, "node": node, "status": status}
         if asked:
             line |= {"down": asked.size, "up": up, "seconds": round(time.monotonic() - asked.began, 3)}
+        if isinstance(working := (values or {}).get("seconds"), float) and math.isfinite(working):
+            line["working"] = round(working, 3)  # seconds of the node itself; the rest is waiting and transport
         if reason:
             line["reason"] = reason
         with (self._folder / "messages.jsonl").open("a", encoding="utf-8") as file:

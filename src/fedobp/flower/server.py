@@ -21,7 +21,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedobp.checkpoint import Checkpoints, PastRun, common_round, remove
 from fedobp.config import run_name
-from fedobp.engine import Budget, ClientJob, LostClients, memory_of
+from fedobp.engine import Budget, ClientJob, LostClients
 from fedobp.errors import FedobpError, short
 from fedobp.evaluation import Counts, Report, ServerView, report
 from fedobp.evaluation.evaluator import Keep
@@ -176,10 +176,11 @@ def serve(grid: Grid, settings: FederationSettings, folder: Path, say: Say = pri
     say(f"federation {settings.id}: {config.method}, {config.clients} clients, round {done + 1} of {config.rounds}")
     nodes.wait_for(settings.rules.start_nodes or config.clients, settings.rules.wait, say)
     server = Server(nodes, settings, _accepted(folder / "metrics.jsonl", done))
-    theta, initial = settings.initial()
+    _, initial = settings.initial()
+    stored = Budget(config.store_memory * 2**30)  # records of clients, in memory; by default they are in a file
     unknown = {"train": None, "test": None, "entropy": None}
     run = Run(
-        config, settings.method, settings.model, initial, server.evaluate, Budget(memory_of(theta.device) / 4),
+        config, settings.method, settings.model, initial, server.evaluate, stored,
         provenance="Flower nodes", out=folder, partition=settings.id, keep_models=False, launch=[(name, config)],
         metadata=_metadata(settings),
         clients=[nodes.about.get(client, {"client": client, **unknown}) for client in range(config.clients)],
