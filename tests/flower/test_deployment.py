@@ -103,7 +103,7 @@ def test_a_tls_federation_equals_the_simulation_and_refuses_who_does_not_belong(
     assert refused == [(1, 3), (2, 3), (3, 3)]
     assert all("NaN or infinite" in line["reason"] for line in found if line["status"] == "refused")
     said = one.log("run").read_text()
-    assert "round 1: 3 accepted, 1 refused; " in said
+    assert "round 1: cohort of 4, 3 accepted, 1 refused; " in said
     without(monkeypatch, {number: [3] for number in range(1, 4)})
     one.federation.run(out=tmp_path / "simulated")
     equal_runs(one.run_folder, tmp_path / "simulated")

@@ -105,6 +105,7 @@ HOSTILE = {
     "numbers that are none": lambda message, values, payload: Message(
         pack({**values, "processed": -1}, payload), reply_to=message
     ),
+    "lost, again and again": lambda message, values, payload: Message(pack({"lost": True}), reply_to=message),
     "no values": lambda message, values, payload: Message(pack({}, payload), reply_to=message),
     "a list": lambda message, values, payload: Message(pack([1, 2], payload), reply_to=message),
 }
@@ -117,14 +118,53 @@ def test_an_answer_that_is_wrong_or_late_is_left_out(change, tmp_path, monkeypat
     settings, federation = prepared(tmp_path, CONFIG, deadline=1e-9)
     said = served(tmp_path, settings, {bad: forge(change)})
     is_late = change is HOSTILE["late"]
+    if change is HOSTILE["lost, again and again"]:  # the first time it may be true
+        assert statuses(tmp_path / "run") == {(3, bad, "lost"), (3, bad, "refused")}
+        return
     assert statuses(tmp_path / "run") == {(3, bad, "late" if is_late else "refused")}
     if not is_late:
         [refused] = [line for line in lines(tmp_path / "run") if line["status"] == "refused"]
         assert len(refused["reason"]) > 10
-    assert f"3 accepted, 1 {'late' if is_late else 'refused'};" in next(line for line in said if "round 3:" in line)
+    words = f"round 3: cohort of 4, 3 accepted, 1 {'late' if is_late else 'refused'};"
+    assert any(line.startswith(words) for line in said)
     without(monkeypatch, {3: [bad]})
     federation.run(out=tmp_path / "simulated")
     equal_runs(tmp_path / "run", tmp_path / "simulated")
+
+
+def counted(change):
+    """Return what answers evaluations with changed counts."""
+
+    def answer(message, own):
+        values, payload = unpack(own().content)
+        if message.metadata.message_type == "evaluate":
+            change(values["counts"])
+        return Message(pack(values, payload), reply_to=message)
+
+    return answer
+
+
+FORGED = {
+    "no client": lambda counts: counts["columns"]["served"].clear(),
+    "two clients": lambda counts: counts["columns"]["served"].append(counts["columns"]["served"][0]),
+    "more right than asked": lambda counts: counts["columns"]["served"][0].update(correct=[99] * 10),
+    "other labels": lambda counts: counts["columns"]["served"][0].update(correct=[0], tested=[0]),
+    "huge": lambda counts: counts["columns"]["served"][0].update(tested=[10**30] * 10),
+    "another metric": lambda counts: counts["columns"]["served"][0]["metrics"].update(loss=1.0),
+    "other tensors": lambda counts: counts.update(personal=[[1, 2]]),
+    "more than there is": lambda counts: counts.update(personal=[[10**9, 0, 0, 0]]),
+    "no columns": lambda counts: counts.pop("columns"),
+    "below 0": lambda counts: counts.update(samples=-5),
+}
+
+
+@pytest.mark.parametrize("change", FORGED.values(), ids=FORGED)
+def test_forged_counts_are_refused_and_the_others_are_taken(change, tmp_path):
+    settings, _ = prepared(tmp_path, CONFIG)
+    served(tmp_path, settings, {1: counted(change)})
+    assert statuses(tmp_path / "run", kind="evaluate") == {(number, 1, "refused") for number in (2, 4, 5)}
+    rows = (tmp_path / "run" / "clients.csv").read_text().splitlines()
+    assert [row.split(",")[4] == "" for row in rows[1:]] == [False, True, False, False, False]  # served
 
 
 def test_a_node_that_fails_is_asked_again(tmp_path):

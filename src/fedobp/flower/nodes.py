@@ -23,15 +23,18 @@ from fedobp.files import read_checked_json, write_checked_json
 from fedobp.flower.messages import pack, unpack
 from fedobp.flower.task import FederationSettings
 
+# What a forged answer can raise where it is read.
+_WRONG = (FedobpError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError)
+_MOST_SAMPLES = 10**9  # of a client
 _POLL = 0.5  # seconds between two looks for answers
 Say = Callable[[str], None]
 
 
 class Request(NamedTuple):
-    """What a client is asked."""
+    """What a client is asked. Its payload is made when it is sent: those of all clients would take much memory."""
 
     values: Mapping[str, Any]
-    payload: bytes = b""
+    payload: Callable[[], bytes] = bytes
 
 
 @dataclass
@@ -56,7 +59,7 @@ class Nodes:
         self._bound, self.about = self._read_bound(), dict[int, dict[str, Any]]()
         self._failures = Counter[int]()  # of nodes that could not say which client of this federation they are
         self._greeted = dict[str, Asked]()  # nodes that were asked who they are
-        self.session, self.statuses = uuid4().hex, Counter[str]()
+        self.session, self.statuses = uuid4().hex, Counter[tuple[str, str]]()  # by kind and status
 
     def _read_bound(self) -> dict[int, int]:
         """Return which node is which client, as an earlier server noted."""
@@ -98,7 +101,7 @@ class Nodes:
         if any(other != node and known == client for other, known in self._bound.items()):
             raise FedobpError(f"node {node} says it is client {client}, which is another node")
         numbers = {name: about.get(name) for name in ("train", "test", "entropy")}
-        if not all(isinstance(one, int | float) and math.isfinite(one) and one >= 0 for one in numbers.values()):
+        if not (_is_count(numbers["train"]) and _is_count(numbers["test"]) and isinstance(numbers["entropy"], float)):
             raise FedobpError(f"node {node} says nothing of its samples: it must run this version of fedobp")
         self._bound[node], self.about[client] = client, {"client": client, **numbers}
 
@@ -163,7 +166,7 @@ class Nodes:
                     self.log(kind, number, asked.client, asked.node, "failed", asked, reason=str(error))
                     if asked.tries < self._settings.rules.retries:
                         again[asked.node] = asked.tries + 1
-                except (FedobpError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                except _WRONG as error:
                     reason = str(error) if isinstance(error, FedobpError) else described(error)
                     self.log(kind, number, asked.client, asked.node, "refused", asked, reason=short(reason, 300))
             if is_last:
@@ -182,11 +185,12 @@ class Nodes:
         pushed = dict[str, Asked]()
         for node, (client, request) in requests.items():
             seconds = max(1.0, end - time.monotonic())
-            content = pack(request.values, request.payload)
+            payload = request.payload()
+            content = pack(request.values, payload)
             message = Message(content, dst_node_id=node, message_type=kinds[kind], ttl=seconds)
             for identity in self._grid.push_messages([message]):
                 if identity:
-                    pushed[identity] = Asked(client, node, tries, time.monotonic(), len(request.payload))
+                    pushed[identity] = Asked(client, node, tries, time.monotonic(), len(payload))
         return pushed
 
     def _pull(self, identities: Sequence[str]) -> Iterable[Message]:
@@ -213,7 +217,7 @@ class Nodes:
         reason: str = "",
     ) -> None:
         """Add a line to `messages.jsonl`: what became of one message."""
-        self.statuses[status] += 1
+        self.statuses[kind, status] += 1
         line: dict[str, Any] = {"round": number, "kind": kind, "client": client, "node": node, "status": status}
         if asked:
             line |= {"down": asked.size, "up": up, "seconds": round(time.monotonic() - asked.began, 3)}
@@ -223,3 +227,7 @@ class Nodes:
             line["reason"] = reason
         with (self._folder / "messages.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value <= _MOST_SAMPLES

@@ -8,10 +8,11 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -55,8 +56,8 @@ class Server:
                 ctx = replace(job.ctx, cohort=job.ctx.cohort[position : position + 1])
                 expected[client] = self._settings.method.expected_upload(ctx, download, state)
                 values = self._values(client, self._next(client, number), full=job.ctx.full_participation)
-                requests[client] = Request(values, encode(download))
-        known |= self._nodes.ask("train", requests, _Reader(self._nodes.about, expected), number)
+                requests[client] = Request(values, partial(encode, download))
+        known |= self._nodes.ask("train", requests, _Reader(self._nodes.about, expected, set(self._accepted)), number)
         lost = tuple(client for client, answer in known.items() if answer is None)
         if lost:
             for client in lost:
@@ -85,17 +86,18 @@ class Server:
         config, method, layout = self._settings.config, self._settings.method, self._settings.model.layout
         clients = torch.arange(config.trainers)
         number, requests = view.context(clients[:1]).round, dict[int, Request]()
-        for client in clients.tolist():
+
+        def payload(client: int) -> bytes:
             ctx = view.context(clients[client : client + 1])
             download: Record = take(method.download(ctx, view.server, view.records.gather([client]))[0], 0)
             if everything:  # the last model of a client that has not trained
                 download["global"] = view.server["theta"]
-            values = self._values(client, (number, 0), full=False)
-            requests[client] = Request({**values, "everything": everything}, encode(download))
+            return encode(download)
 
-        def read(client: int, values: dict[str, Any], payload: bytes) -> Counts | None:
-            return None if values.get("lost") else Counts.from_json(values["counts"], len(self._settings.inputs.labels))
-
+        for client in clients.tolist():
+            values = {**self._values(client, (number, 0)), "everything": everything}
+            requests[client] = Request(values, partial(payload, client))
+        read = partial(self._read_counts, {"served", *(("last",) if everything else ())})
         found = self._nodes.ask("evaluate", requests, read, number)
         counts = {client: one for client, one in sorted(found.items()) if one is not None}
         if not any(bool(one.columns["served"][0].tested.any()) for one in counts.values()):
@@ -104,6 +106,22 @@ class Server:
             )
         first, *more = counts.values()
         return _for_all(report(number, sum(more, first), layout), list(counts), config.trainers)
+
+    def _read_counts(self, wanted: set[str], client: int, values: dict[str, Any], payload: bytes) -> Counts | None:
+        """Return a client's counts; None if it has lost its state, and cannot tell."""
+        if values.get("lost"):
+            return None
+        counts = Counts.from_json(values["counts"], len(self._settings.inputs.labels))
+        sizes, metrics = torch.tensor(self._settings.model.layout.sizes), set(self._settings.config.metric_names)
+        found = {name for name, column in counts.columns.items() if column}
+        once = all(len(column) <= 1 for column in counts.columns.values())
+        if not once or not wanted <= found or counts.personal.shape != (1, len(sizes)):
+            raise FedobpError(f"client {client} did not count what it was asked for")
+        if any(set(one.metrics) != metrics for column in counts.columns.values() for one in column):
+            raise FedobpError(f"client {client} counted other metrics than it was asked for")
+        if not ((counts.personal >= 0) & (counts.personal <= sizes)).all() or min(counts.processed, counts.samples) < 0:
+            raise FedobpError(f"client {client} counted more than there is")
+        return counts
 
 
 def _for_all(found: Report, answered: Sequence[int], clients: int) -> Report:
@@ -137,9 +155,12 @@ class _Reader:
 
     about: Mapping[int, Mapping[str, Any]]
     expected: Mapping[int, Record]
+    have_state: Collection[int]  # clients that must have kept a state: others cannot have lost it
 
     def __call__(self, client: int, values: dict[str, Any], payload: bytes) -> Upload | None:
         if values.get("lost"):
+            if client not in self.have_state:
+                raise FedobpError(f"client {client} says that it lost its state, and it has none")
             return None
         n, processed, loss = values["n"], values["processed"], values["loss"]
         if n != self.about[client]["train"]:
@@ -206,7 +227,8 @@ def _round(run: Run, server: Server, nodes: Nodes, number: int, say: Say) -> Non
     """Run one round, and say how it went."""
     began, before = time.monotonic(), (run.accounting.bytes_down, run.accounting.bytes_up)
     nodes.statuses.clear()
-    rounds, known = run.round(run.plan(number)), dict[int, Any]()
+    plan, known = run.plan(number), dict[int, Any]()
+    asked, rounds = sum(len(one.ctx.cohort) for one in plan), run.round(plan)
     job = next(rounds)
     with suppress(StopIteration):
         while True:
@@ -216,11 +238,14 @@ def _round(run: Run, server: Server, nodes: Nodes, number: int, say: Say) -> Non
             job = rounds.send(update)
     seconds = time.monotonic() - began
     run.log_times({"round": number, "train": seconds, "all": seconds, "runs": 1, "occupancy": 1.0}, seconds)
-    counted = ", ".join(f"{count} {status}" for status, count in sorted(nodes.statuses.items()))
+    counted = ", ".join(
+        f"{count} {status}" for (kind, status), count in sorted(nodes.statuses.items()) if kind == "train"
+    )
     down, up = run.accounting.bytes_down - before[0], run.accounting.bytes_up - before[1]
     last = run.reports[-1] if run.reports and run.reports[-1].round == number else None
-    accuracy = f", accuracy {last.served.pooled:.2f}" if last else ""
-    say(f"round {number}: {counted}; {down:,} bytes down, {up:,} up{accuracy}, {seconds:.1f} s")
+    evaluated = f"{nodes.statuses['evaluate', 'accepted']} of {run.config.trainers} nodes evaluated"
+    accuracy = f"; accuracy {last.served.pooled:.2f}, {evaluated}" if last else ""
+    say(f"round {number}: cohort of {asked}, {counted}; {down:,} bytes down, {up:,} up{accuracy}; {seconds:.1f} s")
 
 
 def _accepted(path: Path, done: int) -> dict[int, Visit]:
