@@ -10,12 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from children import children
 from lanes_cases import normed
 
 from fedobp import Config, Federation, FedobpError, resume_sweep, sweep
 from fedobp.algorithms import METHODS
-from fedobp.checkpoint import Interval
+from fedobp.checkpoint import Interval, PastRun, note_failure
 from fedobp.files import unwritable
 from fedobp.launch import StopTraining
 from fedobp.storage.tensor_file import read_tensors, write_tensors
@@ -136,6 +137,59 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(damage, tmp_path):
         with pytest.warns(UserWarning, match="the checkpoint of round 4 is not used: .*(damaged|cannot read)"):
             assert go_on(config, tmp_path / "cut") == [4, 5, 6]
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+def _without(key):
+    return lambda tensors, about: about.pop(key)
+
+
+def _another_form(tensors, about):
+    name = next(iter(tensors))
+    tensors[name] = tensors[name].double()
+
+
+FORGED = {
+    "no list of files": ("server", _without("files")),
+    "no sums": ("server", lambda tensors, about: about["run"].pop("accounting")),
+    "no state": ("server", lambda tensors, about: tensors.clear()),
+    "a state of another form": ("server", _another_form),
+    "no list of clients": ("clients", _without("members")),
+    "a record of another form": ("clients", _another_form),
+    "names of clients without dots": ("clients", lambda tensors, about: tensors.update(odd=torch.zeros(1))),
+}
+
+
+@pytest.mark.parametrize(("file", "change"), FORGED.values(), ids=FORGED)
+def test_a_checkpoint_with_a_right_checksum_and_wrong_content_is_refused(tmp_path, file, change):
+    config = Config(**SMALL, method="fedobp")
+    begin(config, tmp_path / "run", stop=1, every=1)
+    server = tmp_path / "run" / "checkpoint" / "server-1.safetensors"
+    path = server.with_name(f"{file}-1.safetensors")
+    tensors, about = read_tensors(path)
+    del about["sha256"]
+    change(tensors, about)
+    checksum = write_tensors(path, tensors, about)
+    if file == "clients":
+        tensors, about = read_tensors(server)
+        del about["sha256"]
+        write_tensors(server, tensors, {**about, "files": {"1": checksum}})
+    elif "files" not in about:
+        with pytest.warns(UserWarning, match="of round 1 is not used: .* is no checkpoint of this run"):
+            assert go_on(config, tmp_path / "run") == [1, 2, 3, 4, 5, 6]
+        return
+    with pytest.raises(FedobpError, match=r"server-1\.safetensors is no checkpoint of this run \(.*\): remove it"):
+        go_on(config, tmp_path / "run")
+
+
+def test_a_note_of_a_failure_is_read_as_one_line_or_not_at_all(tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    for content in ("", "3", "[" * 100_000, '{"round": 1e999, "error": ""}', '{"round": [], "error": ""}'):
+        (tmp_path / "checkpoint" / "failed.json").write_text(content)
+        assert not PastRun(tmp_path, Config(), "", []).is_over(9)
+    note_failure(tmp_path, 3, FedobpError("two\nlines"))
+    past = PastRun(tmp_path, Config(), "", [])
+    assert past.is_over(3)
+    assert str(past.outcome()) == "two\\nlines"
 
 
 def test_before_the_first_checkpoint_a_run_starts_anew(tmp_path):

@@ -41,6 +41,13 @@ def test_python_examples_of_a_page_run_one_after_the_other(page, capsys, tmp_pat
     assert capsys.readouterr().out
 
 
+def test_the_example_of_the_wire_format_prints_what_the_page_shows(capsys):
+    page = (ROOT / "docs/wire-format.md").read_text()
+    [block], [shown] = (re.findall(rf"```{kind}\n(.*?)```", page, flags=re.DOTALL) for kind in ("python", "text"))
+    exec(compile(block, "docs/wire-format.md", "exec"), {})
+    assert capsys.readouterr().out == shown
+
+
 def test_the_architecture_page_shows_the_round_as_it_is():
     [shown] = re.findall(r"```python\n(def round.*?)```", (ROOT / "docs/architecture.md").read_text(), flags=re.DOTALL)
     head, docstring, body = re.split(r'(    """.*?"""\n)', dedent(getsource(Run.round)), maxsplit=1)

@@ -64,6 +64,13 @@ def test_a_quoted_value_has_the_length_that_it_may_have(limit):
     assert short("ab", 2) == "ab"
 
 
+def test_unknown_lists_no_more_than_fits_into_a_sentence():
+    said = str(unknown("column", "z", [f"{at:060}" for at in range(40)]))
+    assert said.endswith("and 33 more")
+    assert len(said) < 600
+    assert str(unknown("column", "z", ["a"] * 60)).endswith("a, a and 10 more")
+
+
 def test_unknown_shortens_the_name_and_the_choices():
     said = str(unknown("column", "z" * 10**6, ["a" * 500, "line\nbreak"]))
     assert said == f"unknown column '{short('z' * 100)}': choose from {short('a' * 500)}, line\\nbreak"

@@ -50,7 +50,7 @@ def test_a_small_federation_equals_the_plain_form(method, tmp_path):
 )
 @pytest.mark.parametrize("method", ["fedobp", "fedavg"])
 def test_twenty_rounds_on_real_fashion_mnist_agree_with_the_plain_form(method):
-    arrays = np.load(FOLDER / "fmnist.npz")
+    arrays = np.load(FOLDER / "fmnist.npz", allow_pickle=False)
     ours, plain = both(arrays, method, clients=100, rounds=20, participation=0.1, data_dir=FOLDER)
     print(f"{method}: ours {ours:.2f}, plain {plain:.2f}")  # noqa: T201 (shown by pytest -s, and when it fails)
     assert ours == pytest.approx(plain, abs=1)

@@ -24,6 +24,7 @@ from fedobp.method import (
     mode_option,
 )
 from fedobp.models import Model
+from fedobp.records import shapes_of
 
 checked = settings(deadline=None, max_examples=100)
 
@@ -206,12 +207,18 @@ def test_by_default_a_method_trains_the_sampled_cohort_at_once():
     assert method.predict is None
 
 
-def test_upload_shapes_are_found_on_the_device_of_the_download():
+def test_the_expected_upload_is_found_on_the_device_of_the_download():
     """FedPAC's clients have no state; without data, shapes are all that there is."""
     model, method = Model("mlp", (1, 8, 8), 10), METHODS["fedpac"]()
     initial = method.init(model, model.initial(0).to("meta"), 0)
     ctx = context(0, model=model)
     download, _ = method.download(ctx, initial.server, {"head": initial.record["head"][None]})
-    found = method.upload_shapes(ctx, {name: value[0] for name, value in download.items()}, initial.state)
+    found = method.expected_upload(ctx, {name: value[0] for name, value in download.items()}, initial.state)
     features, size = 10 * 128, model.layout.size
-    assert found == {"h": (features,), "variance": (), "theta": (size,), "prototypes": (features,), "counts": (10,)}
+    assert shapes_of(found) == {
+        "h": (features,),
+        "variance": (),
+        "theta": (size,),
+        "prototypes": (features,),
+        "counts": (10,),
+    }

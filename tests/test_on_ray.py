@@ -149,6 +149,7 @@ def test_files_that_come_back_are_written_whole_and_inside_the_folder(tmp_path):
         "run1/config.toml": b"a",
         "run1/models/global.safetensors": b"b",
         "run2/../../outside": b"c",
+        f"run2/{tmp_path / 'absolute'}": b"c",
         "other/config.toml": b"d",
     }
     write_runs(plan, ["run1", "run2"], files)

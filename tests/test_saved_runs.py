@@ -134,6 +134,12 @@ def test_a_damaged_result_is_a_user_error(tmp_path: Path, content: str, said: st
         ("clients.csv", "\n0,", "\nzero,"),
         ("config.toml", "alpha =", "# alpha ="),
         ("result.json", '"history": [', '"history": [3, '),
+        ("result.json", '"history": [', '"history": [[1e999, 0, 0], '),
+        ("result.json", '"history": [', '"history": [[[], 0, 0], '),
+        ("result.json", '"share": ', '"share": 1e400, "other": '),
+        ("result.json", '"pooled": ', '"pooled": "most", "other": '),
+        ("clients.csv", "\n0,", "\n0.5,"),
+        ("clients.csv", "\n0,", "\n99999999999999999999,"),
         ("result.json", '"provenance": {', '"provenance": 3, "other": {'),
     ],
 )
@@ -143,8 +149,10 @@ def test_damage_that_can_be_parsed_is_a_user_error(finished, tmp_path: Path, nam
     text = (tmp_path / "run" / name).read_text()
     assert old in text
     (tmp_path / "run" / name).write_text(text.replace(old, new, 1))
-    with pytest.raises(FedobpError, match=f"{name} is damaged.*checksum"):
+    with pytest.raises(FedobpError, match=f"{name} is damaged.*(checksum|not JSON)"):
         load_results(tmp_path / "run")
+    if "1e999" in new or "1e400" in new:
+        return  # no run can have written it
     found = json.loads((tmp_path / "run" / "result.json").read_text())  # as a run would have written it
     write_result(tmp_path / "run", {key: value for key, value in found.items() if key not in ("format", "sha256")})
     with pytest.raises(FedobpError, match=f"{name} is .*: remove .*, and run it again"):
@@ -171,3 +179,23 @@ def test_copies_that_are_not_complete_are_not_found(finished, tmp_path: Path):
     for name in ("run", ".other.part"):
         shutil.copytree(result.out, tmp_path / name)
     assert [run.name for run in find_runs([tmp_path])] == ["run"]
+
+
+@pytest.mark.parametrize("name", ["metrics", "timings"])
+def test_a_line_that_is_no_table_is_a_user_error(finished, tmp_path: Path, name: str):
+    _, result = finished
+    shutil.copytree(result.out, tmp_path / "run")
+    [run] = find_runs([tmp_path])
+    for line in (
+        "3",
+        "[]",
+        '{"round": "one"}',
+        '{"round": 1, "runs": 0}',
+        '{"round": 1, "personal_by_tensor": {"a": []}}',
+    ):
+        (tmp_path / "run" / f"{name}.jsonl").write_text(line + "\n")
+        write_result(tmp_path / "run", run.result)  # as if the run had written that line
+        [run] = find_runs([tmp_path])
+        if name == "timings" or "runs" not in line:
+            with pytest.raises(FedobpError, match=rf"{name}.jsonl is damaged \(a line (is no table|has no numbers)"):
+                getattr(run, name)()

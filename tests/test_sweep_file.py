@@ -181,3 +181,11 @@ def test_any_settings_survive(tmp_path_factory, runs):
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(FedobpError, match=re.compile("cannot read .*: give a sweep file")):
         read_sweep_file(tmp_path / "none.toml")
+
+
+def test_combinations_that_make_no_run_are_bounded_too(tmp_path):
+    """A run with values of its own replaces the lists, so that these combinations alone would take hours."""
+    lists = [f"{name} = {list(range(1000))}" for name in ("seed", "clients", "rounds")]
+    text = "\n".join(["[settings]", *lists, "[[runs]]", "seed = 1", "clients = 2", "rounds = 3"])
+    with pytest.raises(FedobpError, match="has more than 1,000,000 combinations: use several sweeps"):
+        read(tmp_path, text)

@@ -369,9 +369,10 @@ def test_a_launch_that_another_process_trains_is_left_to_it(tmp_path):
 def test_a_damaged_failure_or_plan_is_a_user_error(tmp_path):
     runs = {"wild": Config(**SMALL, method="fedavg", seed=1, lr=1e9), **grid(seeds=(1,))}
     resume_sweep(tmp_path, runs)
-    (tmp_path / "wild" / "failed.json").write_text("{")
-    with pytest.raises(FedobpError, match=r"failed\.json is damaged: remove it"):
-        resume_sweep(tmp_path, runs)
+    for content in ("{", "[]", "[" * 100_000):
+        (tmp_path / "wild" / "failed.json").write_text(content)
+        with pytest.raises(FedobpError, match=r"failed\.json is damaged: remove it"):
+            resume_sweep(tmp_path, runs)
     shutil.copy(tmp_path / "fedobp-seed1" / "config.toml", tmp_path / "sweep.toml")
     with pytest.raises(FedobpError, match="unknown key"):
         resume_sweep(tmp_path, runs)

@@ -33,6 +33,9 @@ def cost_of(job: ClientJob, download: Record, update: CohortUpdate) -> Cost:
     return Cost(job.ctx, job.hparams, *copies, *payloads, update.processed, update.samples)
 
 
+_TOTALS = ("bytes_down", "bytes_up", "processed", "samples")  # what a checkpoint holds
+
+
 class Accounting:
     """The costs of a run; a round is settled when its numbers have arrived."""
 
@@ -50,13 +53,12 @@ class Accounting:
 
     def totals(self) -> dict[str, int]:
         """Return the sums so far, which `restore` takes."""
-        names = ("bytes_down", "bytes_up", "processed", "samples")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _TOTALS}
 
     def restore(self, totals: Mapping[str, int]) -> None:
         """Go on from the sums of a checkpoint."""
-        for name, value in totals.items():
-            setattr(self, name, int(value))
+        for name in _TOTALS:
+            setattr(self, name, int(totals[name]))
 
     @property
     def pending(self) -> int:

@@ -15,7 +15,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fedobp.config import Config
 from fedobp.engine import Store
-from fedobp.errors import FedobpError, short
+from fedobp.errors import FedobpError, described, short
 from fedobp.files import unwritable, write_json
 from fedobp.records import Tensors
 from fedobp.result import Result
@@ -158,6 +158,13 @@ class Checkpoints:
 
     def restore(self, number: int) -> None:
         """Take the run and its clients to the state of a checkpoint."""
+        with _reading(_server_file(self._folder, number)):
+            self._restore(number)
+        for later in rounds_in(self._folder):  # of a round that is trained again
+            if later > number:
+                _server_file(self._folder, later).unlink()
+
+    def _restore(self, number: int) -> None:
         server, about = read_tensors(_server_file(self._folder, number))
         stores, device = self._stores, self._run.server["theta"].device
         for at, checksum in about["files"].items():
@@ -180,9 +187,17 @@ class Checkpoints:
         )
         for store in stores.values():
             store.changed.clear()
-        for later in rounds_in(self._folder):  # of a round that is trained again
-            if later > number:
-                _server_file(self._folder, later).unlink()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn what goes wrong into a user error: a checkpoint may have a right checksum, and not what this run needs."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise FedobpError(
+            f"{short(path, 200)} is no checkpoint of this run ({short(described(error), 120)}): remove it, and resume"
+        ) from error
 
 
 def _client_tensors(
@@ -224,11 +239,12 @@ def usable_rounds(folder: Path, config: Config, partition: str, launch: Sequence
     found = []
     for number in sorted(rounds_in(folder / FOLDER), reverse=True):
         try:
-            _, about = read_tensors(_server_file(folder / FOLDER, number))
-            for at, checksum in about["files"].items():
-                _, of_clients = read_tensors(_clients_file(folder / FOLDER, int(at)))
-                if of_clients["sha256"] != checksum:
-                    raise FedobpError("a file of its clients is of another checkpoint")
+            with _reading(_server_file(folder / FOLDER, number)):
+                _, about = read_tensors(_server_file(folder / FOLDER, number))
+                for at, checksum in about["files"].items():
+                    _, of_clients = read_tensors(_clients_file(folder / FOLDER, int(at)))
+                    if of_clients["sha256"] != checksum:
+                        raise FedobpError("a file of its clients is of another checkpoint")
         except FedobpError as error:
             warnings.warn(f"the checkpoint of round {number} is not used: {error}", stacklevel=2)
             continue
@@ -291,8 +307,8 @@ def note_failure(folder: Path, number: int, error: BaseException) -> None:
 def _read_failure(path: Path) -> tuple[int, str] | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return int(found["round"]), str(found["error"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return int(found["round"]), short(found["error"], 1000)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None  # then the run is trained again, and fails again
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from fedobp.errors import FedobpError, short, unknown
-from fedobp.options import LARGEST, KernelMode, MetricName, Option, Precision, broken_bound
+from fedobp.options import LARGEST, Compression, KernelMode, MetricName, Option, Precision, broken_bound
 from fedobp.toml import read_toml, toml_lines
 
 if TYPE_CHECKING:
@@ -138,6 +138,10 @@ class Config:
     lr_schedule: LrSchedule = _training("constant", "Learning rate over the rounds")
     seed: int = _training(42, "Seed of initialisation, sampling and batches", low=0, high=2**32 - 1)
     sampling: Sampling = _training("keyed", "Clients of a round: by hash, or the authors' own stream (published)")
+    compress_down: Compression = _training(
+        "none", "Code messages to clients: as 8-bit or about 4-bit differences, or 8-bit ones of the largest sixteenth"
+    )
+    compress_up: Compression = _training("none", "Code messages to the server; what a code leaves out is sent later")
     protocol: ProtocolName = _evaluation("default", "Last round, or paper: best of rounds 100/200/300/400, pooled")
     eval_every: int = _evaluation(None, "Rounds between evaluations (default: a twentieth of the rounds)", low=1)
     eval_clients: int | None = _evaluation(
@@ -215,9 +219,14 @@ class Config:
 
     @property
     def hash(self) -> str:
-        """What tells these settings from others: of all but where data is read and whether models are written."""
-        kept = replace(self, data_dir=None, save_models="all")
-        return hashlib.sha256(kept.to_toml().encode()).hexdigest()[:16]
+        """What tells these settings from others: of all but where data is read and whether models are written.
+
+        Settings that are younger than others count only if they are set, so that older checkpoints can be resumed.
+        """
+        kept = replace(self, data_dir=None, save_models="all").to_toml()
+        for line in ('compress_down = "none"\n', 'compress_up = "none"\n'):
+            kept = kept.replace(line, "")
+        return hashlib.sha256(kept.encode()).hexdigest()[:16]
 
     def to_toml(self) -> str:
         """Return the settings as TOML, which `read_config` reads back."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 # The signals that stop the command line, and what it prints on stderr then.
 STOP_SIGNALS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
-_LISTED = 50  # names in a message; a table may have thousands of columns
+_LISTED, _LISTED_CHARACTERS = 50, 450  # names in a message, and their length; a table may have thousands of columns
 
 
 class FedobpError(Exception):
@@ -60,13 +60,17 @@ def first_line(error: BaseException) -> str:
 
 
 def unknown(kind: str, name: str, choices: Iterable[str]) -> FedobpError:
-    """Return the error for an unknown name: it suggests the nearest name, and lists the first 50."""
+    """Return the error for an unknown name: it suggests the nearest name, and lists the first ones."""
     from difflib import get_close_matches
 
     names = list(choices)
     lowered = {one.lower(): one for one in names}
     near = get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
     hint = f"did you mean '{short(lowered[near[0]])}'? " if near else ""
-    rest = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
-    listed = ", ".join(map(short, names[:_LISTED]))
-    return FedobpError(f"unknown {kind} '{short(name)}': {hint}choose from {listed}{rest}")
+    listed: list[str] = []
+    for one in map(short, names[:_LISTED]):
+        if listed and len(", ".join([*listed, one])) > _LISTED_CHARACTERS:
+            break
+        listed.append(one)
+    rest = f" and {len(names) - len(listed):,} more" if len(names) > len(listed) else ""
+    return FedobpError(f"unknown {kind} '{short(name)}': {hint}choose from {', '.join(listed)}{rest}")

@@ -153,8 +153,13 @@ JSON_FORMAT = 1
 
 def write_checked_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON object with a format version, and a checksum of all that it holds."""
+    write_json(path, with_checksum(value))
+
+
+def with_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with a format version and a checksum."""
     content = {**json.loads(json.dumps(value)), "format": JSON_FORMAT}  # as it will be read: keys are texts
-    write_json(path, {**content, "sha256": _json_checksum(content)})
+    return {**content, "sha256": _json_checksum(content)}
 
 
 def read_checked_json(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from fedobp import interrupts, plugins
 from fedobp.algorithms import attributing_errors
 from fedobp.callbacks import Callback, report_end
 from fedobp.checkpoint import NEVER, Checkpoints, Interval, PastRun, common_round, note_failure, remove
+from fedobp.compression import inner_of
 from fedobp.config import Config
 from fedobp.data import FederatedData
 from fedobp.engine import (
@@ -174,7 +175,7 @@ class Launch:
 
     def attempt(self, at: int, step: Callable[[], T]) -> T | None:
         """Take a step of a run; what it raises ends this run alone."""
-        method, model = type(self._plans[at].method), self._plans[at].model
+        method, model = type(inner_of(self._plans[at].method)), self._plans[at].model
 
         def attributed() -> T:
             with (

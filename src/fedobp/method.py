@@ -245,8 +245,8 @@ class Method(Options):
         """Return the options that reach clients as numbers."""
         return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), float)}
 
-    def upload_shapes(self, ctx: RoundContext, download: Record, state: Tensors) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of what one client uploads, so that a receiver can check a message.
+    def expected_upload(self, ctx: RoundContext, download: Record, state: Tensors) -> Record:
+        """Return an upload with the names, shapes and types of what one client sends: a receiver compares them.
 
         Found by following the client's program without training; `download` and `state` are one client's.
         """
@@ -259,8 +259,7 @@ class Method(Options):
         for item in self.client_update(ctx):
             if not isinstance(item, Train | Sweep):
                 client = item(ctx.model, client)
-        values = {name: value.values if isinstance(value, Sparse) else value for name, value in client.upload.items()}
-        return {name: tuple(value.shape) for name, value in values.items()}
+        return client.upload
 
 
 def mode_option(doc: str) -> str:

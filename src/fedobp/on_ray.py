@@ -184,7 +184,7 @@ def write_runs(plan: Sweep, launch: Sequence[str], files: Mapping[str, bytes]) -
                 continue
             for path, content in files.items():
                 run, _, inside = path.partition("/")
-                if run == name and ".." not in Path(inside).parts:
+                if run == name and ".." not in Path(inside).parts and not Path(inside).is_absolute():
                     target = Path(place) / name / inside
                     target.parent.mkdir(parents=True, exist_ok=True)
                     write(target, content)

@@ -11,6 +11,7 @@ from fedobp.errors import FedobpError, short, unknown
 Option = float | int | str
 Precision = Literal["fp32", "fp64", "tf32", "bf16"]
 KernelMode = Literal["auto", "on", "off"]
+Compression = Literal["none", "8bit", "4bit", "sparse"]
 MetricName = Literal["loss", "f1", "auc", "ece", "confusion", "perplexity"]  # beyond accuracy
 LARGEST = 3.4e38  # what float32 can hold
 _MOST = 1_000

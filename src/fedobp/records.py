@@ -11,7 +11,7 @@ Tensors = dict[str, Tensor]
 
 
 class Sparse(NamedTuple):
-    """A vector of which only the entries in `keep` are sent; the receiver finds NaN in all others."""
+    """A vector of which only the entries in `keep` are sent; the receiver finds NaN (in integers 0) in all others."""
 
     values: Tensor
     keep: Tensor
@@ -47,10 +47,25 @@ def stack(records: Sequence[Record]) -> Record:
     return stacked
 
 
+def shapes_of(record: Record) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each value of a record."""
+    return {name: tuple((v.values if isinstance(v, Sparse) else v).shape) for name, v in record.items()}
+
+
+def types_of(record: Record) -> dict[str, str]:
+    """Return the type of each value of a record, and whether it may be sent in part."""
+    return {name: f"sparse {v.values.dtype}" if isinstance(v, Sparse) else str(v.dtype) for name, v in record.items()}
+
+
+def unsent(values: Tensor) -> Tensor:
+    """Return what a receiver finds in entries that are not sent: NaN, and 0 in integers, which are codes."""
+    return values.new_full((), math.nan if values.is_floating_point() else 0)
+
+
 def mask_unsent(record: Record) -> Record:
-    """Return a record as its receiver gets it: with NaN in entries that are not sent."""
+    """Return a record as its receiver gets it: with NaN in entries that are not sent, or 0 in integers."""
     return {
-        name: Sparse(torch.where(value.keep, value.values, value.values.new_full((), math.nan)), value.keep)
+        name: Sparse(torch.where(value.keep, value.values, unsent(value.values)), value.keep)
         if isinstance(value, Sparse)
         else value
         for name, value in record.items()

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fedobp.algorithms import attributing_errors, method_class
+from fedobp.compression import compressed
 from fedobp.config import PARTITION_SETTINGS, TABLES, Config, check_setting, flag
 from fedobp.data import (
     PARTITIONERS,
@@ -120,7 +121,7 @@ def _all_options(owner: type[Options], given: Mapping[str, Any]) -> dict[str, An
 
 
 def with_method(config: Config, dataset: Dataset) -> tuple[Config, Method]:
-    """Return settings with all options of their method, and that method.
+    """Return settings with all options of their method, and that method, whose messages are compressed as they say.
 
     The paper tuned q for its CNN under its partition, and only there.
     """
@@ -137,7 +138,8 @@ def with_method(config: Config, dataset: Dataset) -> tuple[Config, Method]:
         )
     with attributing_errors(method):
         configured = method.configure(options)
-    return replace(config, options={name: getattr(configured, name) for name in names}), configured
+    config = replace(config, options={name: getattr(configured, name) for name in names})
+    return config, compressed(configured, config.compress_down, config.compress_up)
 
 
 def _with_defaults(config: Config, dataset: Dataset) -> Config:

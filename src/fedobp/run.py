@@ -160,7 +160,8 @@ class Run:
         """
         keep = None
         if number == self.config.rounds:
-            self._models = ClientModels(self.model.layout, self.server["theta"])
+            rounded = self.config.compress_down != "none"
+            self._models = ClientModels(self.model.layout, self.server["theta"], rounded=rounded)
             keep = self._models.add if self._keep_models else None
         return self._evaluator(self.view(number), everything=number in self._protocol.rounds, keep=keep)
 
@@ -191,11 +192,14 @@ class Run:
     def restore(self, server: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's snapshot."""
         device = self.server["theta"].device
+        forms = [{name: (one.shape, one.dtype) for name, one in state.items()} for state in (self.server, server)]
+        if forms[0] != forms[1]:
+            raise ValueError("the server's state has another form")
         self.server = {name: tensor.to(device) for name, tensor in server.items()}
         self.accounting.restore(values["accounting"])
         self.reports = [report_from_json(report) for report in values["reports"]]
-        self.history = [(int(number), pooled, mean) for number, pooled, mean in values["history"]]
-        self.seconds = values["seconds"]
+        self.history = [(int(number), float(pooled), float(mean)) for number, pooled, mean in values["history"]]
+        self.seconds = float(values["seconds"])
 
     def close(self) -> None:
         """Leave the folder to others: the run has ended."""

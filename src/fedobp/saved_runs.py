@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +15,8 @@ from fedobp.files import read_checked_json, regular, sha256_of
 from fedobp.result import Compute, Result, Results, Traffic
 
 _COLUMNS = {"client", "train", "test", "entropy", "served", "last", "personal"}  # of clients.csv, at least
+_WHOLE = ("client", "train", "test", "personal")
+_TABLES = {"personal": Personal, "bytes": Traffic, "compute": Compute}  # of result.json, which all results have
 _DECIDED = [  # settings that every run's config.toml has
     spec.name for spec in settings() if spec.name not in ("data_dir", "partition_file", "eval_clients", "metrics")
 ]
@@ -36,16 +38,31 @@ class SavedRun:
     @property
     def history(self) -> list[tuple[int, float, float]]:
         """(round, pooled, client mean) of each evaluation, as in `Result.history`."""
-        return [(int(number), float(pooled), float(mean)) for number, pooled, mean in self.result["history"]]
+        try:
+            return [(int(number), float(pooled), float(mean)) for number, pooled, mean in self.result["history"]]
+        except (TypeError, ValueError, OverflowError) as error:
+            raise _no_result(self.folder / "result.json") from error
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of `metrics.jsonl`, one a round."""
-        _verify(self.folder, self.result, "metrics.jsonl")
-        return _read_lines(self.folder / "metrics.jsonl")
+        path = self.folder / "metrics.jsonl"
+        _verify(self.folder, self.result, path.name)
+        lines = _read_lines(path)
+        if not all(
+            _is_number(line.get("round")) and _are_numbers(line.get("personal_by_tensor", {})) for line in lines
+        ):
+            raise _damaged(path, "a line has no numbers where they must be")
+        return lines
 
     def timings(self) -> list[dict[str, Any]]:
         """Return the lines of `timings.jsonl`, one a round; [] if there is none."""
-        return _read_lines(self.folder / "timings.jsonl")
+        path = self.folder / "timings.jsonl"
+        lines = _read_lines(path)
+        if not all(
+            _is_number(line.get(name)) for line in lines for name in ("round", "train", "all", "runs")
+        ) or not all(line["runs"] >= 1 for line in lines):
+            raise _damaged(path, "a line has no numbers where they must be")
+        return lines
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the lines of `messages.jsonl`, one a message to a node; [] if the run was simulated."""
@@ -57,7 +74,11 @@ class SavedRun:
         _verify(self.folder, self.result, "clients.csv")
         rows = read_rows(path) if path.exists() else []
         for row in rows:
-            if not row.keys() >= _COLUMNS or any(isinstance(value, str) for value in row.values()):
+            numbers = all(value is None or _is_number(value) for value in row.values())
+            whole = all(
+                isinstance(row[name], int | None) for name in row if name in _WHOLE or name.startswith("personal.")
+            )
+            if not row.keys() >= _COLUMNS or not numbers or not whole or None in (row["client"], row["personal"]):
                 raise _damaged(path, "a row is not of numbers, or has too few")
         return rows
 
@@ -102,8 +123,40 @@ class SavedRun:
                 clients=tuple(clients),
                 provenance=dict(found["provenance"]),
             )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise _no_result(self.folder / "result.json") from error
+
+
+def _has_numbers(result: Mapping[str, Any]) -> bool:
+    """Return whether a result has numbers and texts where what is made of it needs them."""
+    tables = [(result[name], {spec.name for spec in fields(kind)}) for name, kind in _TABLES.items()]
+    names = {spec.name for spec in fields(Accuracy)} - {"metrics", "per_client"}
+    new = result.get("new_clients") or {}
+    columns = [result.get(name) for name in ("last", "finetuned", "validation")]
+    columns += new.values() if isinstance(new, dict) else [new]
+    tables += [(column, names) for column in (result["accuracy"], *columns) if column is not None]
+    origin = result.get("provenance") or {}
+    return (
+        all(_are_numbers(table) and table.keys() == known for table, known in tables)
+        and (result.get("seconds") is None or _is_number(result["seconds"]))
+        and isinstance(result.get("partition", ""), str)
+        and isinstance(origin, dict)
+        and isinstance(origin.get("config") or "", str)
+        and all(isinstance(name, str) for name in _listed(origin.get("beside")))
+    )
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value] * (value is not None)
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, dict) and all(map(_is_number, values.values()))
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a finite number, of which sums fit into 64 bits."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53
 
 
 def _accuracy(
@@ -125,6 +178,8 @@ def read_run(folder: Path) -> SavedRun:
     wanted = {"method": str, "accuracy": dict, "history": list, "personal": dict, "bytes": dict, "compute": dict}
     if not all(isinstance(result.get(name), kind) for name, kind in wanted.items()):
         raise _no_result(folder / "result.json")
+    if not _has_numbers(result):
+        raise _no_result(folder / "result.json")
     _verify(folder, result, "config.toml")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it trained side by side with others matters to who repeats it
@@ -136,8 +191,8 @@ def read_run(folder: Path) -> SavedRun:
 
 def _verify(folder: Path, result: Mapping[str, Any], name: str) -> None:
     """Refuse a file that is not as its run wrote it. Runs of older versions have no checksums."""
-    path, known = folder / name, result.get("files", {})
-    if name in known and path.exists() and sha256_of(path) != known[name]:
+    path, known = folder / name, result.get("files")
+    if isinstance(known, dict) and name in known and path.exists() and sha256_of(path) != known[name]:
         raise _damaged(path, "its checksum is not that in result.json")
 
 
@@ -166,6 +221,8 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines: list[dict[str, Any]] = _read(path, lambda path: [json.loads(line) for line in _lines(path)])
+    if not all(isinstance(line, dict) for line in lines):
+        raise _damaged(path, "a line is no table of values")
     return lines
 
 

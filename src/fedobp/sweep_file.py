@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from fedobp.errors import FedobpError, short, unknown
 from fedobp.toml import read_toml, toml_key, toml_value
 
 MOST_RUNS = 10_000
+_MOST_COMBINATIONS = 1_000_000  # of the lists in [settings] with [methods] and [[runs]]
 _VERSION = 2
 _LONGEST = 2**26  # bytes of a file, which may hold MOST_RUNS resolved runs
 _LONGEST_NAME = 150  # of a run: it becomes a folder
@@ -105,6 +107,9 @@ def expand(given: Mapping[str, Any], path: Path) -> dict[str, dict[str, Any]]:
         for key, value in _flat_table(table).items():
             if value == []:
                 raise FedobpError(f"`{key[-1]}` in {where} lists no value: give it one, or leave it out")
+    # Combinations that a template replaces make no run, so the number of runs does not bound them.
+    if prod(map(len, _lists(common).values())) * len(templates or [{}]) > _MOST_COMBINATIONS:
+        raise FedobpError(f"{where} has more than {_MOST_COMBINATIONS:,} combinations: use several sweeps")
     runs: dict[str, dict[str, Any]] = {}
     for outer in _combinations(common):
         for template in templates or [{}]:
@@ -138,10 +143,13 @@ def _flat_table(table: Mapping[str, Any]) -> dict[_Key, Any]:
     return flat | {(name, key): value for name in TABLES for key, value in table.get(name, {}).items()}
 
 
+def _lists(table: Mapping[str, Any]) -> dict[_Key, list[Any]]:
+    return {key: value for key, value in _flat_table(table).items() if isinstance(value, list)}
+
+
 def _combinations(table: Mapping[str, Any]) -> Iterable[_Combination]:
     """Yield every combination of a table's lists."""
-    flat = _flat_table(table)
-    lists = {key: value for key, value in flat.items() if isinstance(value, list)}
+    flat, lists = _flat_table(table), _lists(table)
     for places in product(*(range(len(values)) for values in lists.values())):
         listed = {key: lists[key][at] for key, at in zip(lists, places, strict=True)}
         chosen = {**flat, **listed}

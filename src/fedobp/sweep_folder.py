@@ -364,8 +364,9 @@ def _plain(value: Any) -> Any:
 def _read_failure(path: Path, config: Config) -> Failure:
     """Return the failure of a run."""
     try:
-        return Failure(config.method, config.seed, str(json.loads(path.read_text(encoding="utf-8"))["error"]), config)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return Failure(config.method, config.seed, short(found["error"], 1000), config)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise FedobpError(f"{short(path, 200)} is damaged: remove it, and the run is trained again") from error
 
 

@@ -10,6 +10,8 @@ from fedobp.errors import FedobpError, short
 from fedobp.plugins import label
 
 _LONGEST = 2**20  # bytes of a configuration file
+# A key of many names, as in a.a.a: the time that tomllib takes for one grows with the square of their number.
+_LONG_KEY = re.compile(r"""(?<![\w."'-])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){16}""")
 
 
 def read_toml(path: Path, kind: str, longest: int = _LONGEST) -> tuple[str, dict[str, Any]]:
@@ -23,6 +25,8 @@ def read_toml(path: Path, kind: str, longest: int = _LONGEST) -> tuple[str, dict
         if len(content) > longest:
             raise FedobpError(f"the configuration {where} is longer than any: give {kind}")
         text = content.decode()
+        if _LONG_KEY.search(text):
+            raise ValueError("a key of more than 16 names")
         return text, tomllib.loads(text)
     except OSError as error:
         raise FedobpError(f"cannot read the configuration {where} ({error.strerror}): give {kind}") from error

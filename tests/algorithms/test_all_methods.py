@@ -13,7 +13,7 @@ from fedobp.engine import Budget, ClientJob
 from fedobp.grouping import engine_for
 from fedobp.launch import simulate
 from fedobp.method import CohortUpdate
-from fedobp.records import Sparse, Tensors, mask_unsent, take
+from fedobp.records import Tensors, mask_unsent, shapes_of, take, types_of
 
 # Options with which a run of a few rounds has all kinds of rounds, uploads and states.
 OPTIONS = {
@@ -89,20 +89,18 @@ def advance(round, update):
         return None
 
 
-def shapes_of(record):
-    """Return the shapes of one client's values in a cohort's record."""
-    values = {name: value.values if isinstance(value, Sparse) else value for name, value in record.items()}
-    return {name: tuple(value.shape[1:]) for name, value in values.items()}
-
-
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_upload_shapes_are_those_of_real_uploads(name, options):
+def test_expected_uploads_have_the_shapes_and_types_of_real_ones(name, options):
     method = METHODS[name].configure(dict(options))
     for step in steps_of(name, options):
         download = mask_unsent(step.job.download)
         for at, state in enumerate(step.before):
-            expected = method.upload_shapes(step.job.ctx, take(download, at), state)
-            assert expected == shapes_of(step.update.upload), (step.job.ctx.round, at)
+            expected, real = (
+                method.expected_upload(step.job.ctx, take(download, at), state),
+                take(step.update.upload, at),
+            )
+            assert shapes_of(expected) == shapes_of(real), (step.job.ctx.round, at)
+            assert types_of(expected) == types_of(real), (step.job.ctx.round, at)
 
 
 @pytest.mark.parametrize(

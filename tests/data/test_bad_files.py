@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import zipfile
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -307,7 +308,7 @@ def test_as_a_partition_it_is_refused(saved, digits, make, kind):
     ("key", "value"), [("turns", 7), ("turns", -1), ("noise", np.nan), ("noise", -1.0), ("seeds", -1)]
 )
 def test_a_partition_of_impossible_numbers_is_refused_even_with_the_right_hash(saved, digits, monkeypatch, key, value):
-    arrays = dict(np.load(saved.with_suffix(".npz")))
+    arrays = dict(np.load(saved.with_suffix(".npz"), allow_pickle=False))
     arrays[key][0] = value
     np.savez(saved.with_suffix(".npz"), **arrays)
     monkeypatch.setattr(
@@ -413,3 +414,33 @@ def test_an_arrow_file_with_impossible_offsets_is_refused(folder, tmp_path):
     assert content.count(offsets) == 1
     file.write_bytes(content.replace(offsets, struct.pack("<3i", 0, 2**30, 2**31 - 1)))
     refused("cannot be read as a Hugging Face dataset", tmp_path / "saved", folder)
+
+
+# What an image or a name may not be.
+
+
+def test_a_script_is_no_image(folder, tmp_path, monkeypatch):
+    """Pillow would give an EPS file to Ghostscript, which executes it."""
+    script = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+    (tmp_path / "pets/a").mkdir(parents=True)
+    (tmp_path / "pets/a/1.png").write_bytes(script)
+    with Image.open(io.BytesIO(script)) as image:
+        assert image.format == "EPS"
+    refused("1.png cannot be read as an image .no image that Pillow knows", tmp_path / "pets", folder)
+
+
+def test_a_small_file_is_not_believed_to_be_a_large_image(folder, tmp_path):
+    """80 million pixels in 70 bytes: they would take hundreds of megabytes."""
+    path = picture(tmp_path / "pets/a/1.png", GREY)
+    content = bytearray(path.read_bytes())
+    content[16:24] = struct.pack(">II", 8000, 10_000)
+    content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+    path.write_bytes(content)
+    refused("1.png has .* bytes and says that it has 80,000,000 pixels: repair it", tmp_path / "pets", folder)
+
+
+def test_names_that_no_file_can_hold_are_refused(folder):
+    folder.mkdir()
+    np.savez(folder / "mine.npz", x=TABLE, y=np.full(8, 0xD800, "<u4").view("<U1"))
+    with pytest.raises(FedobpError, match="names in y that are no text"):
+        load("mine", folder)

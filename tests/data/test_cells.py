@@ -9,7 +9,7 @@ import pytest
 from importer_cases import arrow, imported, refused
 
 from fedobp.data import tables
-from fedobp.data.cells import is_date
+from fedobp.data.cells import is_date, is_number
 from fedobp.data.tables import frame_arrays
 from fedobp.errors import FedobpError
 
@@ -90,3 +90,10 @@ def test_labels_and_clients_may_be_dates(folder, tmp_path):
     days = [datetime.date(2020, 1, 2), datetime.date(2020, 1, 1)]
     found = imported("mine", arrow(tmp_path / "t.parquet", a=[1, 2], label=[0, 1], day=days), folder, client="day")
     assert (found.clients.tolist(), found.client_names) == ([1, 0], ("2020-01-01", "2020-01-02"))
+
+
+@pytest.mark.parametrize("text", ["1" * 130_000 + "x", "1" * 130_000 + ".x", "." + "1" * 130_000 + "e"])
+def test_a_long_cell_is_told_from_a_number_in_one_pass(text):
+    """With steps that grow with the square of its length, this would take minutes."""
+    assert not is_number(text)
+    assert is_number(text.strip("xe"))

@@ -125,7 +125,7 @@ def test_labels_are_numbered_in_ascending_order_and_keep_their_names(folder, sou
     assert loaded.y.tolist() == [1, 0, 1, 2, 2, 0, 1, 1]
     assert loaded.labels == (-3, 7, 100)
     assert loaded.classes == 3
-    with np.load(folder / "mine.npz") as arrays:
+    with np.load(folder / "mine.npz", allow_pickle=False) as arrays:
         assert arrays["y"].tolist() == [7, -3, 7, 100, 100, -3, 7, 7]
 
 

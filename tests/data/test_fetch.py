@@ -3,6 +3,8 @@
 import hashlib
 import io
 import logging
+import os
+import stat
 import sys
 import threading
 from contextlib import suppress
@@ -491,3 +493,23 @@ def test_the_command_fails_with_one_sentence(server, command):
     assert said.out == ""
     assert said.err.startswith("error: dataset 'mnist' cannot be downloaded from ")
     assert said.err.count("\n") == 1
+
+
+def test_downloads_have_the_permissions_of_new_files(server, folder, monkeypatch):
+    """Also those that pooch first writes to a temporary file, which others may not read."""
+    module, found = sys.modules[fetch.__module__], []
+    read = module.read
+
+    def noted(name, paths, *more):
+        found.extend(stat.S_IMODE(path.stat().st_mode) for path in [*paths, *paths[0].parents[:2]])
+        return read(name, paths, *more)
+
+    monkeypatch.setattr(module, "read", noted)
+    before = os.umask(0o027)
+    try:
+        fetch(["organamnist"], folder)
+    finally:
+        os.umask(before)
+    assert [*map(oct, found), oct(stat.S_IMODE((folder / "organamnist.npz").stat().st_mode))] == [
+        "0o640", "0o750", "0o750", "0o640",
+    ]  # fmt: skip

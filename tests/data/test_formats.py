@@ -1,7 +1,12 @@
 """Readers of the official formats: order and orientation of samples, and damaged files."""
 
 import gzip
+import io
+import re
+import tarfile
 import tracemalloc
+import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -155,6 +160,57 @@ def test_a_cifar_archive_without_its_parts_is_refused(put, members, reason):
     paths = put("cifar100", {"cifar-100-binary.tar.gz": tarred(members)})
     with pytest.raises(FedobpError, match=rf"cannot be read \(.*{reason}.*\)"):
         read("cifar100", paths)
+
+
+HOSTILE = {
+    "a link outside": {"type": tarfile.SYMTYPE, "linkname": "../outside"},
+    "a link to itself": {"type": tarfile.SYMTYPE, "linkname": "train.bin"},
+    "an absolute link": {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"},
+    "a hard link": {"type": tarfile.LNKTYPE, "linkname": "/etc/passwd"},
+    "a device": {"type": tarfile.CHRTYPE, "devmajor": 1, "devminor": 5},
+    "a pipe": {"type": tarfile.FIFOTYPE},
+    "a folder": {"type": tarfile.DIRTYPE},
+    "a sparse file of a terabyte": {
+        "pax_headers": {"GNU.sparse.major": "0", "GNU.sparse.minor": "1", "GNU.sparse.map": "0,0",
+                        "GNU.sparse.size": str(3074 * 2**28)},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("about", HOSTILE.values(), ids=HOSTILE)
+def test_a_member_of_an_archive_that_is_no_plain_file_is_refused(put, tmp_path, about):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, content, more in (("train", b"", about), ("test", bytes(3074), {}), ("../../up", bytes(9), {})):
+            member = tarfile.TarInfo(f"cifar-100-binary/{name}.bin")
+            member.size = len(content)
+            for key, value in more.items():
+                setattr(member, key, value)
+            archive.addfile(member, io.BytesIO(content))
+    paths = put("cifar100", {"cifar-100-binary.tar.gz": buffer.getvalue()})
+    with pytest.raises(FedobpError, match=r"train\.bin is no file"):
+        read("cifar100", paths)
+    assert [path.name for path in tmp_path.iterdir()] == ["cifar-100-binary.tar.gz"]
+
+
+@pytest.mark.parametrize("name", ["/absolute.bin", "../up.bin", "a/../../up.bin"])
+def test_nothing_of_an_archive_is_unpacked_to_disk(put, tmp_path, name):
+    """Members are read by name, into memory: others do not matter, whatever they are called."""
+    cifar, emnist = official("cifar100"), official("emnist")
+    with tarfile.open(fileobj=io.BytesIO(cifar.files["cifar-100-binary.tar.gz"])) as archive:
+        members = {one.name: archive.extractfile(one).read() for one in archive.getmembers()}
+    arrays = read("cifar100", put("cifar100", {"cifar-100-binary.tar.gz": tarred({**members, name: b"outside"})}))
+    np.testing.assert_array_equal(arrays["x"], cifar.x)
+    with zipfile.ZipFile(io.BytesIO(emnist.files["gzip.zip"])) as archive:
+        members = {one: archive.read(one) for one in archive.namelist()}
+    arrays = read("emnist", put("emnist", {"gzip.zip": zipped({**members, name: b"outside"})}))
+    np.testing.assert_array_equal(arrays["x"], emnist.x)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["cifar-100-binary.tar.gz", "gzip.zip"]
+
+
+def test_archives_are_never_unpacked_to_disk_at_all():
+    for path in Path(formats.__file__).parents[1].rglob("*.py"):
+        assert not re.search(r"extractall|\.extract\(|unpack_archive", path.read_text(encoding="utf-8")), path
 
 
 def test_emnist_without_the_byclass_split_is_refused(put):

@@ -31,7 +31,7 @@ def test_a_frame_is_what_an_import_of_its_file_is(tmp_path, missing, suffix):
     rules = {"label": "outcome", "client": "ward", "missing": missing, "drop": "visits"}
     found = frame_arrays(FRAME, **rules)
     import_dataset("mine", path, tmp_path / "data", **rules)
-    with np.load(tmp_path / "data" / "mine.npz") as stored:
+    with np.load(tmp_path / "data" / "mine.npz", allow_pickle=False) as stored:
         assert sorted(found) == ["client", "x", "y"]
         for key, array in found.items():
             assert array.dtype == stored[key].dtype

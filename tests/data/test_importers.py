@@ -233,7 +233,7 @@ def test_arrays_of_an_npz_can_be_named(folder, tmp_path):
     found = imported("mine", tmp_path / "mine.npz", folder, label="kind", client="user")
     assert (found.y.tolist(), found.labels) == ([1, 0, 1, 0], ("a", "b"))
     assert (found.clients.tolist(), found.client_names) == ([1, 0, 0, 1], ("9", "10"))
-    with np.load(folder / "mine.npz") as arrays:
+    with np.load(folder / "mine.npz", allow_pickle=False) as arrays:
         assert sorted(arrays) == ["client", "n_train", "x", "y"]
         assert arrays["y"].tolist() == ["b", "a", "b", "a"]
     with pytest.raises(FedobpError, match=r"unknown array in .*mine.npz 'users': did you mean 'user'"):

@@ -226,6 +226,7 @@ INVALID = {
         **{name: np.array([1, 0]) for name in ("held_out", "turns", "seeds")},
         "noise": np.zeros(2),
     },
+    "sizes whose sum overflows": {"ids": np.array([1, 2, 3]), "sizes": np.array([[2**63 - 1, 2**63 - 1, 5]])},
     "another type": {"ids": np.array([1.0, 2.0, 3.0])},
     "a record too few": {"ids": np.array([1, 2, 3]), "turns": np.array([], dtype=np.int64)},
 }
@@ -249,6 +250,13 @@ def test_valid_arrays_with_the_right_hash_are_loaded(saved, monkeypatch):
     monkeypatch.setattr("fedobp.data.partition_file._content_hash", lambda *_: metadata["hash"])
     [shard] = load_partition(saved, dataset())
     assert (shard.train.tolist(), shard.test.tolist()) == ([1, 2], [3])
+
+
+@pytest.mark.parametrize("held", [[0, 1], {"a": 0}, None, 0.5])
+def test_settings_that_are_no_numbers_are_refused(saved, held):
+    change_json(saved, settings={"clients": 2, "holdout_clients": held})
+    with pytest.raises(FedobpError, match="does not have the content that its json file names"):
+        load_partition(saved, dataset())
 
 
 def test_a_damaged_file_is_refused(saved):

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import numpy as np
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Message
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedobp import Config, Federation
-from fedobp.flower.client import client_app
+from fedobp.flower.messages import pack, unpack
+from fedobp.flower.node import make_node
 from fedobp.flower.project import node_arrays
 from fedobp.flower.task import Inputs, Rules, make_settings, write_settings
 
@@ -31,14 +32,15 @@ def prepared(folder: Path, config: Config, **rules):
 
 
 class LocalGrid(Grid):
-    """Nodes in this process: every message is answered by the real client app when it is pushed.
+    """Nodes in this process: every message is answered when it is pushed.
 
-    `answers` may replace what a client answers, by client: it gets the message and the app's own answer.
+    `answers` may replace what a client answers, by client: it gets the message and what makes the node's own answer.
     """
 
     def __init__(self, folder: Path, clients: int, answers=None) -> None:
-        self._app, self._folder, self.answers = client_app(folder / "federation.toml"), folder, answers or {}
+        self._folder, self.answers, self._made = folder, answers or {}, {}
         self.nodes = {100 + client: client for client in range(clients)}
+        self.data = {client: str(folder / f"node-{client}.npz") for client in range(100)}
         self._replies, self._sent = {}, 0
         TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1  # as Flower sets them in a server app
 
@@ -71,14 +73,13 @@ class LocalGrid(Grid):
         return found
 
     def _answer(self, message, client):
-        config = {"client": client, "data": str(self._folder / f"node-{client}.npz"), "state": str(self._folder)}
-        context = Context(1, message.metadata.dst_node_id, config, RecordDict(), {})
+        if client not in self._made:
+            file = self._folder / "federation.toml"
+            self._made[client] = make_node(file, client, self.data[client], self._folder)
 
         def own():
-            try:
-                return self._app(message, context)
-            except Exception as error:
-                return Message(Error(2, str(error)), reply_to=message)
+            answer = self._made[client].answer(message.metadata.message_type, *unpack(message.content))
+            return Message(pack(*answer), reply_to=message)
 
         return self.answers[client](message, own) if client in self.answers else own()
 

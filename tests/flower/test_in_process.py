@@ -17,7 +17,24 @@ def cases():
 
 @pytest.mark.parametrize(("method", "options"), list(cases()), ids=str)
 def test_every_method_equals_the_simulation(method, options, tmp_path):
-    config = Config(**SMALL, method=method, options=options, finetune_epochs=1, val_ratio=0.2)
+    equals_the_simulation(tmp_path, method=method, options=options, finetune_epochs=1, val_ratio=0.2)
+
+
+@pytest.mark.parametrize("method", ["fedobp", "fedavg", "scaffold"])
+def test_compressed_messages_equal_the_simulation(method, tmp_path):
+    """References and residuals are in the state of clients and in the server's records."""
+    equals_the_simulation(tmp_path, method=method, compress_down="8bit", compress_up="4bit", rounds=4)
+
+
+@pytest.mark.parametrize(
+    "more", [{"metrics": "loss,f1,ece,confusion"}, {"precision": "fp64"}, {"partition": "feature"}]
+)
+def test_other_settings_equal_the_simulation(more, tmp_path):
+    equals_the_simulation(tmp_path, method="fedobp", **more)
+
+
+def equals_the_simulation(tmp_path, **settings):
+    config = Config(**{**SMALL, **settings})
     settings, federation = prepared(tmp_path / "nodes", config)
     simulated = federation.run(out=tmp_path / "simulated")
     result = serve(LocalGrid(tmp_path / "nodes", 5), settings, tmp_path / "served", lambda text: None)

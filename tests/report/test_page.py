@@ -1,5 +1,6 @@
 """The report: its structure, its numbers, and that nothing in it comes from elsewhere."""
 
+import json
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -231,6 +232,38 @@ def test_texts_of_the_user_are_escaped_everywhere(tmp_path):
     assert page.all("i") == [{"style": "background: var(--c0)"}, {"style": "background: var(--c1)"}]
     [svg, *_] = [svg for svg in page.all("svg") if svg.get("role") == "img"]
     assert EVIL in svg["aria-label"]
+
+
+@pytest.mark.parametrize(
+    "evil", [EVIL, '"><img src=x onerror=alert(1)>', "' onload='alert(1)", "{{ 7 * 7 }}", "]]>-->"]
+)
+def test_names_in_the_files_of_runs_are_escaped(tmp_path, evil):
+    """Of tensors, methods' options, partitions, versions and devices: a run's folder may come from anyone."""
+    for seed in (1, 2):
+        rows = [{**row, f"personal.{evil}": 1} for row in clients_of(3, float)]
+        folder = write_run(
+            tmp_path,
+            "fedobp",
+            seed,
+            clients=rows,
+            options={"mode": evil},
+            partition=evil,
+            partition_options={"a": evil},
+        )
+        result = json.loads((folder / "result.json").read_text())
+        result["provenance"] |= dict.fromkeys(("fedobp", "torch", "device", "engine", "precision", "protocol"), evil)
+        result |= {"labels": [evil, evil], "notes": [evil], "partition": evil}
+        (folder / "result.json").write_text(json.dumps(result))
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines[-1]["personal_by_tensor"][evil] = 1.0
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = report_html(find_runs([tmp_path]))
+    page = Page(text)
+    assert evil in "".join(page.texts.values())
+    assert len(page.all("script")) == text.count("<script>") + text.count("<script type=")
+    assert text.count("<script>") == 1
+    assert not page.all("img")
+    assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
 
 
 def test_the_same_runs_give_the_same_bytes(study):

@@ -214,6 +214,20 @@ def test_clients_that_do_not_fit_the_global_model_are_refused(tmp_path, entries)
         load_state_dict(tmp_path, 0)
 
 
+@pytest.mark.parametrize(
+    "change", [{"names": ["a" * 5000]}, {"clients": ["a" * 5000]}, {"clients": 3}, {"names": [[]]}]
+)
+def test_a_refusal_of_odd_metadata_is_one_short_line(tmp_path, change):
+    saved(tmp_path, two=(1, 7))
+    tensors, about = read_tensors(tmp_path / "models" / "global.safetensors")
+    del about["sha256"]
+    write_tensors(tmp_path / "models" / "global.safetensors", tensors, {**about, **change})
+    with pytest.raises(FedobpError) as caught:
+        load_state_dict(tmp_path, 0)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 600
+
+
 def test_files_of_two_runs_are_refused(tmp_path):
     for name, entries in (("a", (1, 7)), ("b", (2,))):
         saved(tmp_path / name, two=entries)

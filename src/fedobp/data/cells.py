@@ -18,7 +18,7 @@ _NAN = ("nan", "+nan", "-nan")
 
 # Canonical 64-bit integers, also as pandas writes a column with missing values: 7 and 7.0, but not 007.
 WHOLE = re.compile(r"-?(0|[1-9]\d{0,17})(\.0+)?")
-_NUMBER = re.compile(r"[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf|infinity)", re.IGNORECASE)
+_NUMBER = re.compile(r"[+-]?((\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|inf|infinity)", re.IGNORECASE)
 DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?", re.ASCII)
 POINT_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(\.\d{3})+(,\d+)?", re.ASCII)  # where commas are the decimal points

@@ -2,7 +2,7 @@
 
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -40,7 +40,7 @@ class Dataset:
     name: str
     x: NDArray[Any]
     y: NDArray[np.int64]
-    labels: tuple[str | int, ...]  # the names of label 0, 1, ... in the file
+    labels: Sequence[str | int]  # the names of label 0, 1, ... in the file
     n_train: int  # number of leading samples that form the official training split; 0: no official split
     clients: NDArray[np.int64] | None = None  # each sample's natural client, 0, 1, ..., if the file has them
     client_names: tuple[str, ...] = ()  # the names of client 0, 1, ... in the file
@@ -103,7 +103,10 @@ def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
     if "tokens" in arrays:
         return _parse_tokens(name, arrays)
     check_shapes(f"dataset '{name}'", {key: np.shape(array) for key, array in arrays.items()})
-    x, y = check_inputs(f"dataset '{name}'", arrays["x"]), as_vector(arrays["y"])
+    x, y = arrays["x"], as_vector(arrays["y"])
+    # The float32 copy, and the mask of finite values.
+    with memory_guard(f"dataset '{name}'", 5 * x.size if x.dtype.kind == "f" else 0):
+        x = check_inputs(f"dataset '{name}'", x)
     facts = REGISTRY.get(name)
     if facts and x.shape[1:] not in (facts.shape, (*facts.shape, 1)):
         raise FedobpError(
@@ -125,8 +128,7 @@ def check_inputs(what: str, x: NDArray[Any]) -> NDArray[Any]:
         if x.dtype.kind != "f":
             tokens = ", or give it as tokens" if x.dtype.kind in "iu" and x.ndim == 2 else ""
             raise FedobpError(f"{what} has x of type {short(x.dtype)}: convert it to uint8 or float32{tokens}")
-        # The float32 copy, and the mask of finite values.
-        with memory_guard(what, 5 * x.size), np.errstate(over="ignore"):
+        with np.errstate(over="ignore"):
             x = x.astype(np.float32, copy=False)
             finite = np.isfinite(x).all()
         if not finite:
@@ -174,7 +176,7 @@ def _parse_tokens(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
         if vocabulary < 2:
             raise FedobpError(f"dataset '{name}' has only the token {low}: there is nothing to learn")
         x, y = tokens[:, :-1], tokens[:, 1:].astype(np.int64)
-        labels: tuple[str | int, ...] = tuple(range(vocabulary))
+        labels: Sequence[str | int] = range(vocabulary)  # a file may name millions of tokens that do not occur
     else:
         check_shapes(f"dataset '{name}'", {"x": tokens.shape, "y": np.shape(arrays["y"])})
         x, (labels, y) = tokens, number_labels(name, as_vector(arrays["y"]))
@@ -261,7 +263,8 @@ def _check_names(name: str, what: str, key: str, values: NDArray[Any]) -> NDArra
     """Return names as texts or as signed 64-bit integers; other types are a user error."""
     if values.dtype.kind == "U":
         native = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
-        if native.view(np.uint32).max(initial=0) > sys.maxunicode:
+        codes = native.view(np.uint32)
+        if codes.max(initial=0) > sys.maxunicode or ((codes >= 0xD800) & (codes < 0xE000)).any():  # surrogates: no text
             raise FedobpError(f"dataset '{name}' has names in {key} that are no text: save it again")
         if not np.char.strip(values).all():
             raise FedobpError(f"dataset '{name}' has samples without a name in {key}: name them, or leave them out")

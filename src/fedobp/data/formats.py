@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedobp.data.free_memory import require_free_memory
+from fedobp.data.matlab import read_matlab
 from fedobp.data.npz import read_npz
 
 Arrays = dict[str, NDArray[Any]]
@@ -98,16 +99,18 @@ def cifar100(paths: Sequence[Path], on_progress: OnProgress) -> Arrays:
 
 def _cifar(path: Path, train: Sequence[str], test: str, labels: int, on_progress: OnProgress) -> Arrays:
     record = labels + 3 * 32 * 32
-    with tarfile.open(path) as archive:
+    with tarfile.open(path, "r:gz") as archive:
         members = [archive.getmember(name) for name in (*train, test)]
+        for member in members:  # a sparse file holds as many zeros as its header says
+            if not member.isreg() or member.issparse():
+                raise ValueError(f"{member.name} is no file")
         if any(member.size % record for member in members):
             raise ValueError(f"a part is no whole number of records of {record} bytes")
         counts = [member.size // record for member in members]
         builder = _ArrayBuilder(sum(counts), (32, 32, 3), on_progress)
         for member, count in zip(members, counts, strict=True):
             stream = archive.extractfile(member)
-            if stream is None:
-                raise ValueError(f"{member.name} is no file")
+            assert stream is not None, "it is a file"
             for n in _chunk_sizes(count):
                 records = _read_exactly(stream, n * record).reshape(n, record)
                 planes = records[:, labels:].reshape(n, 3, 32, 32)
@@ -117,9 +120,7 @@ def _cifar(path: Path, train: Sequence[str], test: str, labels: int, on_progress
 
 def svhn(paths: Sequence[Path], on_progress: OnProgress) -> Arrays:
     """Read SVHN's cropped digits, training and test: MATLAB files in which label 10 is the digit 0."""
-    from scipy.io import loadmat
-
-    parts = [loadmat(path, variable_names=["X", "y"]) for path in paths]
+    parts = [read_matlab(path, ("X", "y")) for path in paths]
     builder = _ArrayBuilder(sum(len(part["y"]) for part in parts), parts[0]["X"].shape[:3], on_progress)
     for part in parts:
         builder.add(part["X"].transpose(3, 0, 1, 2), part["y"][:, 0] % 10)

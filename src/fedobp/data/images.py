@@ -3,6 +3,7 @@
 import io
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,12 @@ from fedobp.files import regular
 
 _TRAINING = ("train", "training", "val", "valid", "validation")  # in this order; validation images count as training
 _TEST = ("test", "testing")
+# Of the formats that Pillow knows, those of pixels: it has EPS files drawn by Ghostscript, which executes them.
+_FORMATS = ("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "SGI", "TGA", "TIFF", "WEBP")
+
+
+# A header may say anything: a larger image has more than a thousandth of a byte for each pixel.
+_MANY_PIXELS, _PIXELS_PER_BYTE = 2**24, 1000
 
 
 class ImageArray:
@@ -131,11 +138,14 @@ def _read_pixels(where: str, file: Path | bytes) -> NDArray[np.uint8]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"PIL\.")  # warnings about unusual files that it can read
             warnings.simplefilter("error", Image.DecompressionBombWarning)  # too many pixels
-            with Image.open(regular(file) if isinstance(file, Path) else io.BytesIO(file)) as image:
+            with Image.open(regular(file) if isinstance(file, Path) else io.BytesIO(file), formats=_formats()) as image:
+                pixels, size = image.width * image.height, file.stat().st_size if isinstance(file, Path) else len(file)
+                if pixels > max(_MANY_PIXELS, _PIXELS_PER_BYTE * size):
+                    raise FedobpError(f"{where} has {size:,} bytes and says that it has {pixels:,} pixels: repair it")
                 deep = image.mode.startswith(("I", "F"))
                 if not deep:
                     # The decoded and the converted image: four bytes per pixel each.
-                    with memory_guard(where, 8 * image.width * image.height):
+                    with memory_guard(where, 8 * pixels):
                         return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
     except (FedobpError, MemoryError):
         raise
@@ -143,6 +153,14 @@ def _read_pixels(where: str, file: Path | bytes) -> NDArray[np.uint8]:
         reason = "no image that Pillow knows" if isinstance(error, UnidentifiedImageError) else first_line(error)
         raise FedobpError(f"{where} cannot be read as an image ({reason}): repair it, or remove it") from error
     raise FedobpError(f"{where} has more than 8 bits for a pixel: save it with 8, or import an npz with floats")
+
+
+@cache
+def _formats() -> list[str]:
+    from PIL import Image
+
+    Image.init()
+    return [name for name in _FORMATS if name in Image.OPEN]  # not every build of Pillow has all of them
 
 
 def _describe_shape(shape: tuple[int, ...]) -> str:

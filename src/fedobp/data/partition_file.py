@@ -87,7 +87,7 @@ def _read_shards(path: Path, metadata: Mapping[str, Any], dataset: Dataset) -> l
     """Return the shards in a partition's npz file, after checking them against its json file."""
     arrays = read_npz(path)
     made = [metadata["settings"].get(name) for name in ("clients", "holdout_clients")]
-    valid = _is_valid(arrays, len(dataset.y)) and made == [len(arrays["sizes"]), arrays["held_out"].sum()]
+    valid = _is_valid(arrays, len(dataset.y)) and made == [len(arrays["sizes"]), int(arrays["held_out"].sum())]
     if not valid or metadata["hash"] != _content_hash(_fingerprint(dataset), arrays):
         raise FedobpError(
             f"{short(path, 200)} does not have the content that its json file names: save the partition anew"
@@ -148,6 +148,8 @@ def _is_valid(arrays: Mapping[str, NDArray[Any]], samples: int) -> bool:
         return False
     ids, sizes = arrays["ids"], arrays["sizes"]
     if ids.ndim != 1 or sizes.ndim != 2 or sizes.shape[1] != 3 or any(sizes.min(axis=0, initial=0) < 0):
+        return False
+    if sizes.max(initial=0) > samples:  # so that sums of sizes cannot overflow
         return False
     lengths = {arrays[name].shape for name in ("held_out", "turns", "noise", "seeds")}
     return (

@@ -1,4 +1,4 @@
-"""One record per client: in memory, and beyond a budget in a memory-mapped file.
+"""One record per client: in memory, and beyond a budget in a temporary file.
 
 A client that was never written has the common start record and takes no memory: only clients that were sampled do,
 however large the federation is.
@@ -8,9 +8,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterable
-from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +30,7 @@ class Budget:
         return True
 
 
-class _Mapped:
+class _InFile:
     """One field of the clients that do not fit in memory: a temporary file, which is deleted with the process."""
 
     def __init__(self, like: Tensor, clients: int) -> None:
@@ -44,17 +42,22 @@ class _Mapped:
             self._file.truncate(clients * self._bytes)  # a sparse file: only written clients take disk space
         except OSError as error:
             raise _no_space("clients' state", error) from error
-        shape = (clients, self._bytes)
-        self._map = np.memmap(self._file, dtype=np.uint8, mode="r", shape=shape) if prod(shape) else None
 
     def read(self, client: int) -> Tensor:
-        if self._map is None:
+        # Not from a mapping of the file: its pages would count as memory of the process, all that were ever read.
+        if not self._bytes:
             return self._like
-        data = torch.frombuffer(bytearray(self._map[client]), dtype=self._like.dtype)
-        return data.reshape(self._like.shape).to(self._like.device)
+        data, done = bytearray(self._bytes), 0
+        while done < len(data):  # a read of more than 2 GiB is partial
+            read = os.preadv(self._file.fileno(), [memoryview(data)[done:]], client * self._bytes + done)
+            if not read:
+                raise FedobpError(
+                    f"the temporary file of client {client}'s state was cut: leave it alone, and run again"
+                )
+            done += read
+        return torch.frombuffer(data, dtype=self._like.dtype).reshape(self._like.shape).to(self._like.device)
 
     def write(self, client: int, value: Tensor) -> None:
-        # Written to the file and not to the mapping, where a full disk would end the process.
         data = memoryview(value.detach().cpu().contiguous().numpy().tobytes())
         done = 0
         try:
@@ -78,7 +81,7 @@ class Store:
         self._start, self._clients, self._budget = start, clients, budget
         self._kept: dict[int, Tensors] = {}
         self._spilled: set[int] = set()
-        self._mapped: dict[str, _Mapped] = {}
+        self._fields: dict[str, _InFile] = {}
         self._size = sum(value.numel() * value.element_size() for value in start.values())
         self.changed: set[int] = set()  # clients that were written since a checkpoint emptied this
 
@@ -87,10 +90,17 @@ class Store:
 
     def __getitem__(self, client: int) -> Tensors:
         if client in self._spilled:
-            return {name: field.read(client) for name, field in self._mapped.items()}
+            return {name: field.read(client) for name, field in self._fields.items()}
         return self._kept.get(client, self._start)
 
     def __setitem__(self, client: int, record: Tensors) -> None:
+        """Write one record, which comes from a file."""
+        alike = all(
+            record[name].shape == value.shape and record[name].dtype == value.dtype
+            for name, value in self._start.items()
+        )
+        if not alike or not 0 <= client < self._clients:
+            raise ValueError(f"client {client} has a record of another form")
         self.scatter([client], {name: record[name][None] for name in self._start})
 
     def gather(self, clients: Iterable[int]) -> Tensors:
@@ -128,7 +138,7 @@ class Store:
     def _spill(self, client: int, record: Tensors) -> None:
         """Write the record of a client that does not fit in memory."""
         self._spilled.add(client)
-        if not self._mapped:
-            self._mapped = {name: _Mapped(value, self._clients) for name, value in self._start.items()}
-        for name, field in self._mapped.items():
+        if not self._fields:
+            self._fields = {name: _InFile(value, self._clients) for name, value in self._start.items()}
+        for name, field in self._fields.items():
             field.write(client, record[name])

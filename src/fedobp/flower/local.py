@@ -173,7 +173,7 @@ class LocalDeployment:
         if done.returncode:
             raise FedobpError(f"node {short(node)} could not be registered: {short(done.stdout[-300:], 300)}")
 
-    def start_node(self, name: str, config: Mapping[str, Any], keys: Path | None = None) -> None:
+    def start_node(self, name: str, config: Mapping[str, Any], keys: Path | None = None, **environment: str) -> None:
         """Start a node; its key is that of its name, or without keys it has none."""
         secure = keys or self._keys
         tls: list[object] = ["--insecure"]
@@ -181,7 +181,7 @@ class LocalDeployment:
             tls = ["--root-certificates", secure / CA, "--auth-supernode-private-key", secure / name]
         given = flower_config(config)
         arguments = [*tls, "--superlink", self.address, "--port", free_port(), "--node-config", given]
-        self.start(name, "flower-supernode", arguments)
+        self.start(name, "flower-supernode", arguments, **environment)
 
     def start_run(self, app: Path, config: str = "", name: str = "run") -> None:
         """Start the federation: `flwr run`, which follows the server's log until the run has ended."""

@@ -20,7 +20,8 @@ from flwr.serverapp import Grid
 
 from fedobp.errors import FedobpError, described, short
 from fedobp.files import read_checked_json, write_checked_json
-from fedobp.flower.task import FederationSettings, pack, unpack
+from fedobp.flower.messages import pack, unpack
+from fedobp.flower.task import FederationSettings
 
 _POLL = 0.5  # seconds between two looks for answers
 Say = Callable[[str], None]
@@ -53,7 +54,7 @@ class Nodes:
     def __init__(self, grid: Grid, settings: FederationSettings, folder: Path, longest: int) -> None:
         self._grid, self._settings, self._folder, self._longest = grid, settings, folder, longest
         self._bound, self.about = self._read_bound(), dict[int, dict[str, Any]]()
-        self._refused = set[int]()  # nodes that are no client of this federation
+        self._failures = Counter[int]()  # of nodes that could not say which client of this federation they are
         self._greeted = dict[str, Asked]()  # nodes that were asked who they are
         self.session, self.statuses = uuid4().hex, Counter[str]()
 
@@ -64,7 +65,8 @@ class Nodes:
 
     def greet(self) -> None:
         """Ask nodes that are new here which client they are, and take what has been answered; this does not wait."""
-        asked = {one.node for one in self._greeted.values()} | self._refused
+        asked = {one.node for one in self._greeted.values()}
+        asked |= {node for node, count in self._failures.items() if count > self._settings.rules.retries}
         new = [node for node in self._grid.get_node_ids() if node not in asked]
         new = [node for node in new if self._bound.get(node) not in self.about]
         end = time.monotonic() + self._settings.rules.wait
@@ -78,7 +80,7 @@ class Nodes:
                 values, _ = unpack(message.content, self._longest)
                 self._bind(one.node, values)
             except FedobpError as error:
-                self._refused.add(one.node)
+                self._failures[one.node] += 1
                 self.log("query", 0, -1, one.node, "refused", reason=str(error))
         if self._bound != before:
             write_checked_json(self._folder / "nodes.json", {str(node): client for node, client in self._bound.items()})
@@ -141,7 +143,8 @@ class Nodes:
         """Send messages to nodes, and return their answers by node; errors are retried within the deadline."""
         end, found = time.monotonic() + deadline, dict[int, Any]()
         waiting = self._push(kind, requests, end, tries=0)
-        while waiting and time.monotonic() < end:
+        while waiting:
+            is_last = time.monotonic() >= end  # what has come by then still counts
             again = dict[int, int]()
             for message in self._pull(list(waiting)):
                 asked = waiting.pop(message.metadata.reply_to_message_id, None)
@@ -163,6 +166,8 @@ class Nodes:
                 except (FedobpError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
                     reason = str(error) if isinstance(error, FedobpError) else described(error)
                     self.log(kind, number, asked.client, asked.node, "refused", asked, reason=short(reason, 300))
+            if is_last:
+                break
             for node, tries in again.items():
                 waiting |= self._push(kind, {node: requests[node]}, end, tries)
             if waiting:

@@ -32,7 +32,7 @@ from fedobp.method import CohortUpdate
 from fedobp.records import Record, stack, take
 from fedobp.result import Result
 from fedobp.run import Run
-from fedobp.wire import decode, encode
+from fedobp.wire import decode_expected, encode
 
 T = TypeVar("T")
 
@@ -47,16 +47,16 @@ class Server:
     def answer(self, job: ClientJob, known: dict[int, Any]) -> CohortUpdate | LostClients:
         """Train a cohort on its nodes; `known` are answers to the same job, from before some clients were lost."""
         number, cohort = job.ctx.round, job.ctx.cohort.tolist()
-        requests, shapes = dict[int, Request](), dict[int, dict[str, tuple[int, ...]]]()
+        requests, expected = dict[int, Request](), dict[int, Record]()
         state = self._settings.initial()[1].state
         for position, client in enumerate(cohort):
             if client not in known:
                 download = take(job.download, position)
                 ctx = replace(job.ctx, cohort=job.ctx.cohort[position : position + 1])
-                shapes[client] = self._settings.method.upload_shapes(ctx, download, state)
+                expected[client] = self._settings.method.expected_upload(ctx, download, state)
                 values = self._values(client, self._next(client, number), full=job.ctx.full_participation)
                 requests[client] = Request(values, encode(download))
-        known |= self._nodes.ask("train", requests, _Reader(self._nodes.about, shapes), number)
+        known |= self._nodes.ask("train", requests, _Reader(self._nodes.about, expected), number)
         lost = tuple(client for client, answer in known.items() if answer is None)
         if lost:
             for client in lost:
@@ -136,7 +136,7 @@ class _Reader:
     """Reads clients' uploads: what is not as the server expects is refused."""
 
     about: Mapping[int, Mapping[str, Any]]
-    shapes: Mapping[int, Mapping[str, tuple[int, ...]]]
+    expected: Mapping[int, Record]
 
     def __call__(self, client: int, values: dict[str, Any], payload: bytes) -> Upload | None:
         if values.get("lost"):
@@ -148,13 +148,15 @@ class _Reader:
             )
         if not isinstance(processed, int) or processed < 0 or not (loss is None or math.isfinite(loss)):
             raise FedobpError(f"client {client} reports numbers that are none")
-        return Upload(decode(payload, self.shapes[client]), n, math.nan if loss is None else float(loss), processed)
+        return Upload(
+            decode_expected(payload, self.expected[client]), n, math.nan if loss is None else float(loss), processed
+        )
 
 
 def _update(uploads: Sequence[Upload], answered: tuple[int, ...]) -> CohortUpdate:
     """Return clients' answers as the update of their cohort."""
     n = torch.tensor([one.n for one in uploads], dtype=torch.int64)
-    losses = torch.tensor([one.loss for one in uploads])
+    losses = torch.tensor([one.loss for one in uploads], dtype=torch.float64)  # of any precision, exactly
     return CohortUpdate(
         stack([one.upload for one in uploads]) if uploads else {}, n, int(n.sum()), losses,
         torch.ones(len(uploads), dtype=torch.bool), sum(one.processed for one in uploads), answered,

@@ -1,4 +1,4 @@
-"""What a federation's server and nodes share: its settings in one file, and the messages between them.
+"""What a federation's server and nodes share: its settings in one file, and where a client stands.
 
 `federation.toml` holds the resolved settings of a run, what its inputs look like (no node sees another's data, so the
 constants of scaling are here), and the server's rules. Both sides build the same method and model from it.
@@ -7,14 +7,13 @@ constants of scaling are here), and the server's rules. Both sides build the sam
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
 from fedobp.config import Config, check_settings
@@ -149,39 +148,6 @@ def check_values(inputs: Inputs, rules: Rules) -> None:
         raise ValueError("a shape has a size below 1, or there are no labels")
     if inputs.unit <= 0 or min(inputs.std) <= 0 or rules.deadline <= 0 or not 0 <= rules.min_replies <= 1:
         raise ValueError("unit, std and deadline must be above 0, min_replies between 0 and 1")
-
-
-# Messages: a few plain values, and a payload in fedobp's wire format.
-
-_VALUES, _PAYLOAD = "fedobp", "payload"
-
-
-def pack(values: Mapping[str, Any], payload: bytes | None = None) -> RecordDict:
-    """Return the content of a Flower message."""
-    records: dict[str, Any] = {_VALUES: ConfigRecord({"json": json.dumps(values, allow_nan=False)})}
-    if payload is not None:
-        # Flower sends arrays in chunks; its serialisation of NumPy arrays is not used.
-        records[_PAYLOAD] = ArrayRecord({_PAYLOAD: Array("uint8", (len(payload),), "fedobp.wire", payload)})
-    return RecordDict(records)
-
-
-def unpack(content: RecordDict, longest: float = math.inf) -> tuple[dict[str, Any], bytes]:
-    """Return a message's values and payload; what is none of fedobp's, or longer than expected, is a user error."""
-    try:
-        text = content.config_records[_VALUES]["json"]
-        size = sum(len(array.data) for record in content.array_records.values() for array in record.values())
-        if size > longest or not isinstance(text, str) or len(text) > _LONGEST_JSON:
-            raise FedobpError(f"a message of {size + len(str(text)):,} bytes is longer than any: it is not read")
-        values = json.loads(text)
-        if not isinstance(values, dict):
-            raise ValueError("it is no object")
-        payload = content.array_records[_PAYLOAD][_PAYLOAD].data if content.array_records else b""
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise FedobpError(f"a message is not one of fedobp's ({short(error, 80)}): both sides must run it") from error
-    return values, payload
-
-
-_LONGEST_JSON = 1 << 26  # counts of an evaluation: a confusion matrix of 1,000 labels
 
 
 def visit_of(values: Sequence[Any]) -> Visit:

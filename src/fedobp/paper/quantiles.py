@@ -244,8 +244,8 @@ def communication_tables(setting: Setting, files: Files) -> list[Table]:
             ["q", "entries sent", "bytes down a round", "of FedAvg's", "bytes up a round", "accuracy"],
             notes=[
                 "Bytes are the whole cohort's payload, with the positions of the entries that are not sent (4 bytes "
-                "each, or a bitmap where that is smaller); q = 1 is FedAvg. The paper's ratio is the column of entries "
-                "sent, without positions.",
+                "each, or run lengths or a bitmap where that is smaller); q = 1 is FedAvg. The paper's ratio is the "
+                "column of entries sent, without positions.",
             ],
         )
         order = ranks({f"{q:g}": found.mean for q, found in means(sweep).items()})

@@ -52,14 +52,22 @@ def run_table(result: "Result") -> ResultTable:
         if column:
             values = (column.pooled, column.client_mean, column.client_std, column.worst_decile, column.balanced)
             table.add_row(name, *(f"{value:.2f}" for value in values))
-    down, up = format_bytes(result.bytes.down_per_round), format_bytes(result.bytes.up_per_round)
+    down, up = (_traffic(result, way) for way in ("down", "up"))
     cost = (
         f"Personal parameters per client: {result.personal.mean:,.0f} of {result.parameters:,}. Traffic per round: "
-        f"{down} down, {up} up. {result.seconds:.1f} s."
+        f"{down}, {up}. {result.seconds:.1f} s."
     )
     table.notes = [_protocol_note([result]), *_majority_note([result]), *_new_clients_note([result]), cost]
     table.below = metric_tables(rows, shared_metrics([result]), result.labels)
     return table
+
+
+def _traffic(result: "Result", way: str) -> str:
+    """Return the bytes of a round, and, if they are compressed, how many times less that is than whole models."""
+    size, plain = getattr(result.bytes, f"{way}_per_round"), 4 * result.parameters * result.config.cohort_size
+    if getattr(result.config, f"compress_{way}") == "none" or not size:
+        return f"{format_bytes(size)} {way}"
+    return f"{format_bytes(size)} {way} ({plain / size:.1f}x less than models in float32)"
 
 
 def _new_clients_note(results: "Sequence[Result]") -> list[str]:

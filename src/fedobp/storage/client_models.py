@@ -12,22 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedobp.errors import FedobpError, described
+from fedobp.errors import FedobpError, described, short
 from fedobp.files import unwritable
 from fedobp.models import Layout
 from fedobp.storage.tensor_file import read_tensors, write_tensors
 
 
 class ClientModels:
-    """The models that clients use; a client takes the memory of its personal entries."""
+    """The models that clients use; a client takes the memory of its personal entries.
 
-    def __init__(self, layout: Layout, shared: Tensor) -> None:
-        self._layout, self._shared = layout, shared.cpu()
+    With `rounded`, shared entries arrive rounded at clients: those that differ from the global model's are kept, too.
+    """
+
+    def __init__(self, layout: Layout, shared: Tensor, *, rounded: bool = False) -> None:
+        self._layout, self._shared, self._rounded = layout, shared.cpu(), rounded
         self._clients: dict[int, dict[str, Tensor]] = {}
 
     def add(self, client: int, theta: Tensor, personal: Tensor) -> None:
         """Add a client's model; the mask `personal` marks its personal entries."""
         theta, personal = theta.cpu(), personal.cpu()
+        if self._rounded:
+            personal = personal | (theta != self._shared)
         # Not by indexing with a mask, which starts threads: that takes longer than all else where clients are many.
         others = torch.where(personal, self._shared, theta)
         assert torch.equal(others, self._shared), "entries outside `personal` must be the global model's"
@@ -77,8 +82,9 @@ def load_state_dict(run: str | Path, client: int | None = None) -> dict[str, Ten
     `run` is a run's folder, the one that holds `models/`.
     """
     folder = Path(run) / "models"
+    where = short(folder, 200)
     if not (folder / "global.safetensors").exists():
-        raise FedobpError(f"{folder} holds no models: give the folder of a run that saved them (--save-models all)")
+        raise FedobpError(f"{where} holds no models: give the folder of a run that saved them (--save-models all)")
     found, about = read_tensors(folder / "global.safetensors")
     try:
         tensors = {name: found[name] for name in about["names"]}
@@ -88,14 +94,16 @@ def load_state_dict(run: str | Path, client: int | None = None) -> dict[str, Ten
             raise _no_client(client, about["clients"])
         entries, of_clients = read_tensors(folder / "clients.safetensors")
         if of_clients.get("global") != about["sha256"]:
-            raise FedobpError(f"the files in {folder} are not of one run: take another copy of both")
+            raise FedobpError(f"the files in {where} are not of one run: take another copy of both")
         record = {name.partition(".")[2]: value for name, value in entries.items() if name.startswith(f"{client}.")}
         if not record:
             raise ValueError(f"client {client} is missing")
         layout = Layout(tuple(tensors), tuple(tuple(tensor.shape) for tensor in tensors.values()))
         return _state_dict(layout, layout.flatten(tensors), record)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-        raise FedobpError(f"the models in {folder} are damaged ({described(error)}): take another copy") from error
+        raise FedobpError(
+            f"the models in {where} are damaged ({short(described(error), 200)}): take another copy"
+        ) from error
 
 
 def _state_dict(layout: Layout, shared: Tensor, record: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -116,4 +124,6 @@ def _no_client(client: int, clients: Any) -> FedobpError:
             f"there is no model of client {client}: those of the {len(clients):,} evaluated clients were kept "
             "(--eval-clients)"
         )
-    return FedobpError(f"there is no model of client {client}: clients are {min(clients)} to {max(clients)}")
+    return FedobpError(
+        f"there is no model of client {client}: clients are {short(min(clients))} to {short(max(clients))}"
+    )

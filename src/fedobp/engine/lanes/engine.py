@@ -296,11 +296,11 @@ class Lanes:
             state: Tensors, download: Record, scratch: Tensors, upload: Record, hparams: Tensors, data: Tensors
         ) -> Any:
             after = function(self._model, Client(state, download, scratch, upload, hparams, data))
-            return after.state, after.scratch, after.upload
+            return after.state, after.download, after.scratch, after.upload
 
         given = client.state, client.download, client.scratch, client.upload, client.hparams, client.data
-        state, scratch, upload = vmap(one)(*given)
-        return replace(client, state=state, scratch=scratch, upload=upload)
+        state, download, scratch, upload = vmap(one)(*given)
+        return replace(client, state=state, download=download, scratch=scratch, upload=upload)
 
 
 def _keys(job: PoolJob, purpose: Purpose) -> Tensor:
