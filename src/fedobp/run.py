@@ -201,6 +201,10 @@ class Run:
         self.history = [(int(number), float(pooled), float(mean)) for number, pooled, mean in values["history"]]
         self.seconds = float(values["seconds"])
 
+    def describe_clients(self, clients: Sequence[Mapping[str, Any]]) -> None:
+        """Take what is known of clients, for the rows of `clients.csv`: nodes may tell late."""
+        self._clients = clients
+
     def close(self) -> None:
         """Leave the folder to others: the run has ended."""
         if self._folder:

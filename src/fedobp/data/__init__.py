@@ -13,7 +13,7 @@ from fedobp.data.datasets import (
 from fedobp.data.defaults import default_clients_and_alpha, flags_to_run
 from fedobp.data.federated import FederatedData, Split
 from fedobp.data.fetch import fetch
-from fedobp.data.importers import import_dataset, read_source
+from fedobp.data.importers import import_dataset, read_own
 from fedobp.data.in_memory import dataset_from_data
 from fedobp.data.lazy import LazyDataset, LazyFederatedData
 from fedobp.data.normalization import normalization_for
@@ -29,5 +29,5 @@ __all__ = [
     "Shard", "Split", "TableSummary", "data_dir", "dataset_from_data", "dataset_names", "default_clients_and_alpha",
     "describe", "fetch", "flags_to_run", "import_dataset", "list_datasets", "load", "load_partition",
     "normalization_for", "partition", "partition_hash", "partition_settings", "partitioner", "partitioner_names",
-    "read_source", "save_partition", "store", "with_client_inputs",
+    "read_own", "save_partition", "store", "with_client_inputs",
 ]  # fmt: skip

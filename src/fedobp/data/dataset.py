@@ -95,13 +95,14 @@ class Dataset:
         return Info(self.name, len(self.y), self.x.shape[1:], self.classes, True, len(self.client_names))
 
 
-def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
+def parse(name: str, arrays: Mapping[str, NDArray[Any]], labels: Sequence[str | int] | None = None) -> Dataset:
     """Check arrays `x`, `y` and optionally `n_train`, `client` and `test`, and return them as a dataset.
 
-    `tokens` instead of `x` are sequences of tokens; without `y`, every next token is to be predicted.
+    `tokens` instead of `x` are sequences of tokens; without `y`, every next token is to be predicted. With `labels`,
+    these are the dataset's, in their order, whether they occur or not.
     """
     if "tokens" in arrays:
-        return _parse_tokens(name, arrays)
+        return _parse_tokens(name, arrays, labels)
     check_shapes(f"dataset '{name}'", {key: np.shape(array) for key, array in arrays.items()})
     x, y = arrays["x"], as_vector(arrays["y"])
     # The float32 copy, and the mask of finite values.
@@ -113,8 +114,8 @@ def parse(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
             f"dataset '{name}' has samples of shape {x.shape[1:]}, and {name} has {facts.shape}: import it under "
             "another name"
         )
-    labels, numbered = number_labels(name, y)
-    return _with_roles(Dataset(name, x, numbered, labels, 0), arrays)
+    names, numbered = number_labels(name, y, labels)
+    return _with_roles(Dataset(name, x, numbered, names, 0), arrays)
 
 
 def check_inputs(what: str, x: NDArray[Any]) -> NDArray[Any]:
@@ -136,7 +137,7 @@ def check_inputs(what: str, x: NDArray[Any]) -> NDArray[Any]:
     return x
 
 
-def _parse_tokens(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
+def _parse_tokens(name: str, arrays: Mapping[str, NDArray[Any]], known: Sequence[str | int] | None) -> Dataset:
     """Return a dataset of sequences: with labels `y` [N], or with each position's next token as its label."""
     tokens, every_position = arrays["tokens"], "y" not in arrays
     if "x" in arrays or name in REGISTRY:
@@ -179,7 +180,7 @@ def _parse_tokens(name: str, arrays: Mapping[str, NDArray[Any]]) -> Dataset:
         labels: Sequence[str | int] = range(vocabulary)  # a file may name millions of tokens that do not occur
     else:
         check_shapes(f"dataset '{name}'", {"x": tokens.shape, "y": np.shape(arrays["y"])})
-        x, (labels, y) = tokens, number_labels(name, as_vector(arrays["y"]))
+        x, (labels, y) = tokens, number_labels(name, as_vector(arrays["y"]), known)
     return _with_roles(Dataset(name, x, y, labels, 0, vocabulary=vocabulary), arrays)
 
 
@@ -232,9 +233,20 @@ def as_vector(column: NDArray[Any]) -> NDArray[Any]:
     return column[:, 0] if column.ndim == 2 and column.shape[1] == 1 else column
 
 
-def number_labels(name: str, y: NDArray[Any]) -> tuple[tuple[str | int, ...], NDArray[np.int64]]:
-    """Return the label names (all of a registered dataset, else those that occur) and each sample's label number."""
+def number_labels(
+    name: str, y: NDArray[Any], known: Sequence[str | int] | None = None
+) -> tuple[tuple[str | int, ...], NDArray[np.int64]]:
+    """Return the label names and each sample's label number.
+
+    Names are those that are `known`, all of a registered dataset, or those that occur.
+    """
     y = _check_names(name, "labels", "y", y)
+    if known is not None:
+        places = {label: at for at, label in enumerate(known)}
+        occurring, numbered = np.unique(y, return_inverse=True)
+        if others := [label for label in occurring.tolist() if label not in places]:
+            raise FedobpError(f"'{name}' has the label '{short(others[0])}', which the federation has not: remove it")
+        return tuple(known), np.array([places[label] for label in occurring.tolist()], np.int64)[numbered]
     if name in REGISTRY:
         classes = REGISTRY[name].classes
         low, high = (min(y), max(y)) if y.dtype.kind == "U" else (y.min(), y.max())

@@ -67,11 +67,22 @@ def import_dataset(
     return dataset
 
 
-def read_source(source: Path) -> Dataset:
-    """Read data from a file or folder as `import_dataset` does by default, without storing it."""
+def read_own(source: Path, labels: Sequence[str | int], vocabulary: int = 0) -> Dataset | None:
+    """Read the data of one client from a file or folder as `import_dataset` does; None if it has no samples.
+
+    Its labels are among those of the federation, some of which may not occur. A table must hold numbers: one client
+    does not know the categories of the others.
+    """
     with memory_guard(f"reading {short(source, 200)}"):
-        arrays, _ = _read_all(source.stem, source, None, TableRules("label"), lambda what, share: None)
-        return parse(source.stem, arrays)
+        arrays, summary = _read_all("data", source, None, TableRules("label"), lambda what, share: None)
+        if summary and (texts := [one.column for one in summary.features if one.categories]):
+            raise FedobpError(
+                f"{short(source, 200)} has texts in the column '{short(texts[0])}', which every node would number its "
+                "own way: encode them as numbers on all nodes"
+            )
+        if any(len(arrays[key]) == 0 for key in ("x", "tokens") if key in arrays and arrays[key].ndim):
+            return None
+        return parse("data", arrays if not vocabulary else {"vocabulary": np.array(vocabulary), **arrays}, labels)
 
 
 def _read_all(

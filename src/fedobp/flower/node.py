@@ -1,8 +1,9 @@
 """One client on its node: it trains and evaluates on its own data, and keeps its state in a file of its own.
 
 A node trains with what the server sent and its own state, and writes the new state as *pending*. The next message says
-which of its trainings the server has accepted: only then does the pending state replace the old one. So a node whose
-answer was late, lost or refused goes on from the state that the server knows, as if it had not been asked.
+which of its trainings the server has accepted: only then does the pending state replace the old one, which is kept as
+the *earlier* one. So a node whose answer was late, lost or refused, or whose server died and went on from a checkpoint,
+goes on from the state that the server knows, as if it had not been asked.
 """
 
 import time
@@ -15,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedobp.data import Dataset, FederatedData, Shard, partition, read_source
+from fedobp.data import Dataset, FederatedData, Shard, partition, read_own
 from fedobp.data.partition import split_parts
 from fedobp.engine import Budget, ClientPool, ClientSnapshot, PoolJob, Serial, dtype_of
-from fedobp.errors import FedobpError, short
+from fedobp.errors import FedobpError
 from fedobp.evaluation import Evaluator
 from fedobp.flower.task import (
     NO_VISIT,
@@ -47,11 +48,8 @@ def node_data(settings: FederationSettings, dataset: Dataset, client: int, devic
             f"the data has inputs of shape {dataset.x.shape[1:]}, and the federation's have {inputs.shape}: give a "
             "node data of the same kind"
         )
-    known = {label: at for at, label in enumerate(inputs.labels)}
-    if unknown := [label for label in dataset.labels if label not in known]:
-        raise FedobpError(f"the data has the label '{short(unknown[0])}', which the federation has not: remove it")
-    places = np.array([known[label] for label in dataset.labels], dtype=np.int64)
-    dataset = replace(dataset, y=places[dataset.y] if len(dataset.y) else dataset.y, labels=inputs.labels)
+    if (dataset.vocabulary, dataset.every_position) != (inputs.vocabulary, inputs.every_position):
+        raise FedobpError("the data and the federation differ in what tokens are: give a node data of the same kind")
     none = np.empty(0, np.int64)
     own = _shard(settings, dataset) if len(dataset.y) else Shard(none, none, none)
     data = FederatedData(dataset, [own], device, dtype_of(config.precision), "none", clients=[client])
@@ -72,7 +70,8 @@ class Node:
 
     def __init__(self, settings: FederationSettings, data: FederatedData, client: int, folder: Path) -> None:
         self._settings, self._data, self._client = settings, data, client
-        self._files = {name: folder / settings.id / f"client-{client}.{name}" for name in ("state", "pending")}
+        names = ("state", "pending", "earlier")
+        self._files = {name: folder / settings.id / f"client-{client}.{name}" for name in names}
         theta, initial = settings.initial()
         self._theta = theta.to(data.x.device)
         self._state = {name: value.to(data.x.device) for name, value in initial.state.items()}
@@ -149,11 +148,9 @@ class Node:
 
     def _pool(self, values: Mapping[str, Any]) -> ClientPool | None:
         """Return this client in the state that the server has accepted last; None: that state is lost here."""
-        accepted, pending = visit_of(values["accepted"]), self._read("pending")
-        if pending and accepted == pending[1]:
-            self._files["pending"].replace(self._files["state"])
-        snapshot = ClientSnapshot(self._state, None)
+        accepted, snapshot = visit_of(values["accepted"]), ClientSnapshot(self._state, None)
         if accepted != NO_VISIT:
+            self._settle(accepted)
             known = self._read("state")
             if known is None or known[1] != accepted:
                 return None
@@ -164,6 +161,22 @@ class Node:
         )
         pool.load(self._client, snapshot)
         return pool
+
+    def _settle(self, accepted: Visit) -> None:
+        """Make the state that the server took last the current one: the pending one, or that of an earlier round.
+
+        A server that died before it had written a checkpoint of a round goes on from the round before, although this
+        node has heard that its training was taken.
+        """
+        state, pending, earlier = (self._read(name) for name in ("state", "pending", "earlier"))
+        if state and state[1] == accepted:
+            return
+        if pending and pending[1] == accepted:
+            if state and state[1][0] < accepted[0]:
+                self._files["state"].replace(self._files["earlier"])
+            self._files["pending"].replace(self._files["state"])
+        elif earlier and earlier[1] == accepted:
+            self._files["earlier"].replace(self._files["state"])
 
     def _write(self, name: str, snapshot: ClientSnapshot, visit: Visit, session: str) -> None:
         tensors = {f"state.{key}": value for key, value in snapshot.state.items()}
@@ -190,5 +203,7 @@ def make_node(file: Path, client: int, data: str, folder: Path, device: str = "c
     settings = read_settings(file)
     if not 0 <= client < settings.config.clients:
         raise FedobpError(f"client={client} in the node's config: clients are 0 to {settings.config.clients - 1}")
-    dataset = read_source(Path(data).expanduser()) if data else settings.inputs.no_samples("none")
+    inputs = settings.inputs
+    own = read_own(Path(data).expanduser(), inputs.names, inputs.vocabulary) if data else None
+    dataset = own or inputs.no_samples("none")
     return Node(settings, node_data(settings, dataset, client, torch.device(device)), client, folder)

@@ -26,6 +26,7 @@ from fedobp.flower.task import FederationSettings
 # What a forged answer can raise where it is read.
 _WRONG = (FedobpError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError)
 _MOST_SAMPLES = 10**9  # of a client
+_PAUSE = 30.0  # seconds after which a node is asked again that was no client of this federation
 _POLL = 0.5  # seconds between two looks for answers
 Say = Callable[[str], None]
 
@@ -54,24 +55,30 @@ Read = Callable[[int, dict[str, Any], bytes], Any]  # makes an answer of a clien
 class Nodes:
     """The nodes of a federation: who they are, and messages to them, each of which is logged."""
 
-    def __init__(self, grid: Grid, settings: FederationSettings, folder: Path, longest: int) -> None:
+    def __init__(
+        self, grid: Grid, settings: FederationSettings, folder: Path, longest: int, say: Say = lambda text: None
+    ) -> None:
+        self._say = say
         self._grid, self._settings, self._folder, self._longest = grid, settings, folder, longest
         self._bound, self.about = self._read_bound(), dict[int, dict[str, Any]]()
-        self._failures = Counter[int]()  # of nodes that could not say which client of this federation they are
+        self._asked_again = dict[int, float]()  # when nodes that are no client of this federation are asked again
+        self._reasons = list[str]()  # why they are none
         self._greeted = dict[str, Asked]()  # nodes that were asked who they are
         self.session, self.statuses = uuid4().hex, Counter[tuple[str, str]]()  # by kind and status
 
     def _read_bound(self) -> dict[int, int]:
         """Return which node is which client, as an earlier server noted."""
         path = self._folder / "nodes.json"
-        return {int(node): int(client) for node, client in read_checked_json(path).items()} if path.exists() else {}
+        try:
+            return {int(node): int(one) for node, one in read_checked_json(path).items()} if path.exists() else {}
+        except (ValueError, TypeError) as error:
+            raise FedobpError(f"{short(path, 200)} is damaged: remove it, and nodes say anew who they are") from error
 
     def greet(self) -> None:
         """Ask nodes that are new here which client they are, and take what has been answered; this does not wait."""
-        asked = {one.node for one in self._greeted.values()}
-        asked |= {node for node, count in self._failures.items() if count > self._settings.rules.retries}
-        new = [node for node in self._grid.get_node_ids() if node not in asked]
-        new = [node for node in new if self._bound.get(node) not in self.about]
+        here, now = list(self._grid.get_node_ids()), time.monotonic()
+        asked = {one.node for one in self._greeted.values()} | {n for n, at in self._asked_again.items() if now < at}
+        new = [node for node in here if node not in asked and self._bound.get(node) not in self.about]
         end = time.monotonic() + self._settings.rules.wait
         self._greeted |= self._push("query", {node: (-1, Request({})) for node in new}, end, tries=0)
         before = dict(self._bound)
@@ -83,8 +90,11 @@ class Nodes:
                 values, _ = unpack(message.content, self._longest)
                 self._bind(one.node, values)
             except FedobpError as error:
-                self._failures[one.node] += 1
+                self._asked_again[one.node] = time.monotonic() + _PAUSE
                 self.log("query", 0, -1, one.node, "refused", reason=str(error))
+                if str(error) not in self._reasons:
+                    self._reasons.append(str(error))
+                    self._say(str(error))
         if self._bound != before:
             write_checked_json(self._folder / "nodes.json", {str(node): client for node, client in self._bound.items()})
 
@@ -94,14 +104,17 @@ class Nodes:
             raise FedobpError(f"node {node} says: {short(about['error'], 300)}")
         if about.get("federation") != self._settings.id:
             raise FedobpError(f"node {node} has another federation.toml: give it this one")
-        if not isinstance(client, int) or not 0 <= client < clients:
+        if type(client) is not int or not 0 <= client < clients:
             raise FedobpError(f"node {node} says it is client {short(client)}, and clients are 0 to {clients - 1}")
         if self._bound.get(node, client) != client:
-            raise FedobpError(f"node {node} says it is client {client}, and it is client {self._bound[node]}")
+            known = self._bound[node]
+            raise FedobpError(f"node {node} says it is client {client}, and it is client {known} in nodes.json")
         if any(other != node and known == client for other, known in self._bound.items()):
-            raise FedobpError(f"node {node} says it is client {client}, which is another node")
+            raise FedobpError(f"node {node} says it is client {client}, which is another node in nodes.json")
         numbers = {name: about.get(name) for name in ("train", "test", "entropy")}
-        if not (_is_count(numbers["train"]) and _is_count(numbers["test"]) and isinstance(numbers["entropy"], float)):
+        entropy = numbers["entropy"]
+        counts = _is_count(numbers["train"]) and _is_count(numbers["test"])
+        if not counts or not isinstance(entropy, float) or not 0 <= entropy < math.inf:
             raise FedobpError(f"node {node} says nothing of its samples: it must run this version of fedobp")
         self._bound[node], self.about[client] = client, {"client": client, **numbers}
 
@@ -118,34 +131,41 @@ class Nodes:
             if (here := len(self.connected())) >= count:
                 break
             if time.monotonic() > end:
+                why = f" ({short(self._reasons[-1], 300)})" if self._reasons else ""
                 raise FedobpError(
-                    f"{here} of {count} nodes were there after {seconds:g} s: start the others, and run this again"
+                    f"{here} of {count} nodes were there after {seconds:g} s{why}: start the others, and run this again"
                 )
             time.sleep(_POLL)
         say(f"{len(self.connected())} nodes are there")
 
-    def ask(self, kind: str, requests: Mapping[int, Request], read: Read, number: int) -> dict[int, Any]:
-        """Ask clients, and return the answers that came in time and were right."""
+    def ask(
+        self, kind: str, requests: Mapping[int, Request], read: Read, number: int, end: float | None = None
+    ) -> dict[int, Any]:
+        """Ask clients, and return the answers that came before the `end` (by default the deadline) and were right.
+
+        None is the answer of a client that has lost its state.
+        """
+        end = time.monotonic() + self._settings.rules.deadline if end is None else end
         self.greet()
         here = self.connected()
         for client in requests:
             if client not in here:
                 self.log(kind, number, client, None, "offline")
         sent = {here[client]: (client, request) for client, request in requests.items() if client in here}
-        answers = self._send(kind, sent, self._settings.rules.deadline, read, number)
+        answers = self._send(kind, sent, end, read, number)
         return {sent[node][0]: answer for node, answer in answers.items()}
 
     def _send(
         self,
         kind: str,
         requests: Mapping[int, tuple[int, Request]],
-        deadline: float,
+        end: float,
         read: Read,
         number: int = 0,
     ) -> dict[int, Any]:
         """Send messages to nodes, and return their answers by node; errors are retried within the deadline."""
-        end, found = time.monotonic() + deadline, dict[int, Any]()
-        waiting = self._push(kind, requests, end, tries=0)
+        found = dict[int, Any]()
+        waiting = self._push(kind, requests, end, tries=0, number=number)
         while waiting:
             is_last = time.monotonic() >= end  # what has come by then still counts
             again = dict[int, int]()
@@ -161,7 +181,8 @@ class Nodes:
                     if "error" in values:
                         raise ConnectionError(short(values["error"], 200))
                     found[asked.node] = read(asked.client, values, payload)
-                    self.log(kind, number, asked.client, asked.node, "accepted", asked, len(payload), values)
+                    status = "lost" if found[asked.node] is None else "accepted"
+                    self.log(kind, number, asked.client, asked.node, status, asked, len(payload), values)
                 except ConnectionError as error:
                     self.log(kind, number, asked.client, asked.node, "failed", asked, reason=str(error))
                     if asked.tries < self._settings.rules.retries:
@@ -172,25 +193,32 @@ class Nodes:
             if is_last:
                 break
             for node, tries in again.items():
-                waiting |= self._push(kind, {node: requests[node]}, end, tries)
+                waiting |= self._push(kind, {node: requests[node]}, end, tries, number)
             if waiting:
                 time.sleep(_POLL)
         for asked in waiting.values():
             self.log(kind, number, asked.client, asked.node, "late", asked)
         return found
 
-    def _push(self, kind: str, requests: Mapping[int, tuple[int, Request]], end: float, tries: int) -> dict[str, Asked]:
+    def _push(
+        self, kind: str, requests: Mapping[int, tuple[int, Request]], end: float, tries: int, number: int = 0
+    ) -> dict[str, Asked]:
         """Push messages one by one: one that cannot be sent leaves the others alone."""
         kinds = {"train": MessageType.TRAIN, "evaluate": MessageType.EVALUATE, "query": MessageType.QUERY}
         pushed = dict[str, Asked]()
         for node, (client, request) in requests.items():
-            seconds = max(1.0, end - time.monotonic())
-            payload = request.payload()
+            payload, seconds = request.payload(), max(1.0, end - time.monotonic())
             content = pack(request.values, payload)
             message = Message(content, dst_node_id=node, message_type=kinds[kind], ttl=seconds)
-            for identity in self._grid.push_messages([message]):
-                if identity:
-                    pushed[identity] = Asked(client, node, tries, time.monotonic(), len(payload))
+            try:
+                identity = next(iter(self._grid.push_messages([message])), None)
+                reason = "the superlink did not take the message"
+            except Exception as error:  # of Flower, or of the network
+                identity, reason = None, described(error)
+            if identity:
+                pushed[identity] = Asked(client, node, tries, time.monotonic(), len(payload))
+            else:
+                self.log(kind, number, client, node, "failed", reason=short(reason, 300))
         return pushed
 
     def _pull(self, identities: Sequence[str]) -> Iterable[Message]:
@@ -230,4 +258,4 @@ class Nodes:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and 0 <= value <= _MOST_SAMPLES
+    return type(value) is int and 0 <= value <= _MOST_SAMPLES

@@ -134,7 +134,14 @@ def node_arrays(federation: Federation) -> Iterator[dict[str, NDArray[Any]]]:
     for shard in shards:
         ids = np.concatenate([shard.test, shard.val, shard.train])
         test, client = np.arange(len(ids)) < len(shard.test), np.zeros(len(ids), np.int64)
-        yield {"x": dataset.x[ids], "y": np.array(dataset.labels)[dataset.y[ids]], "test": test, "client": client}
+        arrays = {"x": dataset.x[ids], "test": test, "client": client}
+        if dataset.vocabulary:
+            arrays |= {"tokens": arrays.pop("x"), "vocabulary": np.array(dataset.vocabulary)}
+        if dataset.every_position:  # each position's label is its next token
+            arrays["tokens"] = np.concatenate([arrays["tokens"], dataset.y[ids][:, -1:]], axis=1)
+        else:
+            arrays["y"] = np.array(dataset.labels)[dataset.y[ids]]
+        yield arrays
 
 
 def described_inputs(shape: str, labels: str, unit: float = 1.0, mean: str = "0", std: str = "1") -> Inputs:

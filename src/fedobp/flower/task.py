@@ -62,14 +62,19 @@ class Inputs:
     def of(cls, dataset: Dataset, data: FederatedData) -> "Inputs":
         """Return those of a dataset that is here."""
         mean, std = (tuple(value.double().flatten().tolist()) for value in (data.mean, data.std))
-        labels, shape = tuple(dataset.labels), tuple(dataset.x.shape[1:])
+        shape, labels = tuple(dataset.x.shape[1:]), () if dataset.every_position else tuple(dataset.labels)
         return cls(shape, labels, float(data.unit), mean, std, dataset.vocabulary, dataset.every_position)
+
+    @property
+    def names(self) -> Sequence[str | int]:
+        """The labels; where every next token is one, all tokens."""
+        return range(self.vocabulary) if self.every_position else self.labels
 
     def no_samples(self, name: str) -> Dataset:
         """Return a dataset of such samples that has none: settings and model are resolved with it."""
         kind = np.int64 if self.vocabulary else np.float32
         y = np.zeros((0, *self.shape) if self.every_position else 0, np.int64)
-        return Dataset(name, np.zeros((0, *self.shape), kind), y, self.labels, 0, vocabulary=self.vocabulary)
+        return Dataset(name, np.zeros((0, *self.shape), kind), y, self.names, 0, vocabulary=self.vocabulary)
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,10 @@ def make_settings(config: Config, inputs: Inputs, rules: Rules) -> FederationSet
     config, method = resolve(config, inputs.no_samples(config.dataset))
     if config.holdout_clients:
         raise FedobpError("nodes cannot be held out as new clients: leave out --holdout-clients")
+    if config.eval_clients is not None or config.partition_file is not None:
+        raise FedobpError("all nodes are evaluated, on their own data: leave out --eval-clients and --partition-file")
+    if rules.start_nodes > config.clients:
+        raise FedobpError(f"start_nodes is {rules.start_nodes}, and there are {config.clients} clients: use fewer")
     if config.precision in ("bf16", "tf32"):
         raise FedobpError(f"nodes compute in fp32 or fp64, not in {config.precision}: choose another --precision")
     content = json.dumps([config.hash, _plain(inputs)], sort_keys=True)
@@ -144,8 +153,13 @@ def check_values(inputs: Inputs, rules: Rules) -> None:
     numbers = (inputs.unit, *inputs.mean, *inputs.std, rules.deadline, rules.min_replies, rules.wait)
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in numbers):
         raise ValueError("a number is none, or not finite")
-    if not all(isinstance(size, int) and size > 0 for size in inputs.shape) or not inputs.labels:
+    if not all(isinstance(size, int) and size > 0 for size in inputs.shape) or not inputs.names:
         raise ValueError("a shape has a size below 1, or there are no labels")
+    channels = 1 if inputs.vocabulary or len(inputs.shape) == 2 else inputs.shape[-1]
+    if {len(inputs.mean), len(inputs.std)} - {1, channels}:
+        raise ValueError("mean and std must have one value, or one for each channel or feature")
+    if not all(isinstance(value, int) and value >= 0 for value in (rules.retries, rules.start_nodes)):
+        raise ValueError("retries and start_nodes must be whole numbers from 0 on")
     if inputs.unit <= 0 or min(inputs.std) <= 0 or rules.deadline <= 0 or not 0 <= rules.min_replies <= 1:
         raise ValueError("unit, std and deadline must be above 0, min_replies between 0 and 1")
 

@@ -23,6 +23,7 @@ from fedobp.files import unwritable
 
 _IDLE = 600.0  # seconds without a message, after which a worker ends
 _LOOK = 2.0  # seconds between two looks whether the node is still there
+_LONGEST_PATH = 90  # of a socket, with room for a process id
 _START = 120.0  # seconds that a worker has to load torch and the node's data
 
 
@@ -51,7 +52,10 @@ def _socket_path(arguments: Sequence[str]) -> Path:
     about = folder.stat()
     if about.st_uid != os.getuid() or about.st_mode & 0o077:
         raise FedobpError(f"{short(folder, 200)} can be entered by others: remove it, or set TMPDIR")
-    return folder / f"{name}.sock"
+    path = folder / f"{name}.sock"
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise FedobpError(f"{short(path, 200)} is too long a path for a socket: set TMPDIR to a shorter one")
+    return path
 
 
 def _log(arguments: Sequence[str]) -> Path:
@@ -83,7 +87,9 @@ def _started(path: Path, arguments: Sequence[str]) -> socket.socket:
     while time.monotonic() < end:
         if connection := _connected(path):
             return connection
-        if worker.poll() is not None and not path.exists():
+        if worker.poll() is not None:  # another one may have been started at the same time
+            if connection := _connected(path):
+                return connection
             break
         time.sleep(0.05)
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
