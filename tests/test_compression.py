@@ -134,6 +134,23 @@ def test_what_remains_is_sent_later_and_both_sides_hold_the_same():
     assert not clients[1].state["rest.theta"].any()
 
 
+def test_the_remainder_of_a_round_is_added_in_the_next():
+    model, method = Model("mlp", (4,), 2), compressed(METHODS["fedavg"](), "none", "sparse")
+    ctx = RoundContext(model, 1, 1, 1, 1, torch.tensor([0]))
+    _, _, state = method.init(model, model.initial(0), 0)
+    first, _, last = method.client_update(ctx)
+    data = {"n": torch.tensor(5), "counts": torch.tensor([5, 0]), "steps": torch.tensor(1)}
+    change, sent = torch.linspace(-1, 1, model.layout.size), torch.zeros(model.layout.size)
+    for _ in range(40):
+        client = first(model, Client(state, {"theta": model.initial(1)}, {}, {}, {}, data))
+        client = last(model, client.set(theta=client.theta + change))
+        state, upload = client.state, client.upload
+        sent += dequantise(upload["theta"], upload["theta.scale"], sizes_of(model, sent))
+    # All but the last remainder has arrived, which is bounded: an entry waits about 16 rounds to be among the largest.
+    torch.testing.assert_close(sent + state["rest.theta"], 40 * change, rtol=0, atol=1e-3)
+    assert state["rest.theta"].abs().max() < 20
+
+
 def test_phases_keep_their_place_in_the_program():
     """So a compressed run draws the same batches as the plain one."""
     model = Model("mlp", (4,), 2)
