@@ -21,27 +21,18 @@ LEVELS = ("8bit", "4bit", "sparse")
 
 @pytest.mark.essential
 def test_codes_by_hand():
-    """Two tensors. 8bit: the largest entry is 127 scales. 4bit: a scale is half of the root mean square."""
+    """Two tensors. 8bit: the largest entry is 127 scales. 4bit: a scale is a quarter of the root mean square."""
     difference = torch.tensor([127.0, -63.5, 0.4, 0.6, 0.0, 3.0, -4.0, 0.0, 0.0])
     codes, scale = quantise(difference, [5, 4], "8bit")
     assert scale.tolist() == pytest.approx([1.0, 4 / 127])
     assert codes.tolist() == [127, -64, 0, 1, 0, 95, -127, 0, 0]  # 63.5 is rounded to even, 3 is 95.25 scales
     codes, scale = quantise(difference, [5, 4], "4bit")
     square = (127**2 + 63.5**2 + 0.4**2 + 0.6**2) / 5
-    assert scale.tolist() == pytest.approx([square**0.5 / 2, 2.5 / 2])
-    assert codes.tolist() == [
-        4,
-        -2,
-        0,
-        0,
-        0,
-        2,
-        -3,
-        0,
-        0,
-    ]  # 127 is 4.0002 scales of 31.75, 3 is 2.4 and 4 is 3.2 of 1.25
+    assert scale.tolist() == pytest.approx([square**0.5 / 4, 2.5 / 4])
+    # 127 is 8.0 scales of 15.87, 3 is 4.8 and 4 is 6.4 scales of 0.625.
+    assert codes.tolist() == [8, -4, 0, 0, 0, 5, -6, 0, 0]
     assert codes.dtype == torch.int8
-    assert dequantise(codes, scale, [5, 4])[5:].tolist() == [2.5, -3.75, 0, 0]
+    assert dequantise(codes, scale, [5, 4])[5:].tolist() == [3.125, -3.75, 0, 0]
 
 
 def test_sparse_sends_the_largest_sixteenth():
