@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lanes_cases import normed
 from test_checkpoint import SMALL, begin, contents, go_on
 
 from fedobp import Config, Federation
@@ -80,6 +81,25 @@ def test_a_vector_that_is_no_model_has_a_scale_for_each_block():
     model = Model("mlp", (4,), 2)
     assert sizes_of(model, torch.zeros(2, model.layout.size)) == list(model.layout.sizes)
     assert sizes_of(model, torch.zeros(4096 * 2 + 5)) == [4096, 4096, 5]
+
+
+def test_entries_beyond_the_parts_arrive_as_they_are():
+    difference = torch.tensor([1.0, 0.01, 3.0, -1e-5, 0.0], dtype=torch.float64)
+    for level in ("8bit", "4bit"):
+        codes, scale = quantise(difference, [2], level)
+        assert scale.shape == (4,)
+        torch.testing.assert_close(dequantise(codes, scale, [2])[2:], difference[2:], rtol=1e-12, atol=0)
+        assert dequantise(codes, scale, [2])[1] != 0.01
+
+
+@pytest.mark.parametrize("engine", ["serial", "lanes"])
+def test_running_statistics_of_a_compressed_run_stay_variances(engine):
+    config = Config(method="fedavg", clients=4, rounds=3, epochs=1, model=normed, engine=engine, compress_down="4bit",
+                    compress_up="4bit")  # fmt: skip
+    found = Federation(config).run().state_dict(0)
+    variances = [value for name, value in found.items() if name.endswith("running_var")]
+    assert variances
+    assert all((value > 0).all() for value in variances)
 
 
 # The method
