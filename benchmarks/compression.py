@@ -3,9 +3,10 @@
     python benchmarks/compression.py --rounds 100                     # FedOBP and FedAvg on Fashion-MNIST
     python benchmarks/compression.py --dataset digits --model cnn-small --clients 20 --rounds 60
 
-All runs draw the same clients and batches. Each evaluation is a line of `--out`, and the table is of all that are
-there: `--table FILE` prints that of a run which was stopped. An accuracy is the mean of the evaluations in the last
-half of the rounds, because one round's model depends much on the clients that were drawn. Data: $FEDOBP_DATA.
+All runs draw the same clients and batches. Each round is a line of `--out`, and the table is of all that are there:
+`--table FILE` prints that of runs which were stopped. Numbers are means over the last half of the rounds: one round's
+model depends much on the clients that were drawn, and first messages to clients are shorter. Data: $FEDOBP_DATA.
+On a machine that others use, set OMP_NUM_THREADS=1: threads that wait for each other take time.
 """
 
 import argparse
@@ -47,15 +48,15 @@ def table(lines: Sequence[Mapping[str, Any]]) -> None:
     print("| method | down | up | MB down | less | MB up | less | accuracy | difference |")
     print("|---|---|---|---|---|---|---|---|---|")
 
-    def mean(run: Sequence[Mapping[str, Any]], name: str, first: int = 1) -> float:
-        return fmean(line[name] for line in run if first <= line["round"] <= rounds and name in line)
+    def mean(run: Sequence[Mapping[str, Any]], name: str) -> float:
+        return fmean(line[name] for line in run if rounds // 2 <= line["round"] <= rounds and name in line)
 
     for (method, down, up), run in runs.items():
         plain = runs[method, "none", "none"]
         sizes = []
         for name in ("bytes_down", "bytes_up"):
             sizes += [f"{mean(run, name) / 1e6:.2f}", f"{mean(plain, name) / mean(run, name):.1f}x"]
-        accuracies = [mean(one, "served", rounds // 2) for one in (run, plain)]
+        accuracies = [mean(one, "served") for one in (run, plain)]
         differs = "" if run is plain else f"{accuracies[0] - accuracies[1]:+.2f}"
         print(f"| {method} | {down} | {up} | {' | '.join(sizes)} | {accuracies[0]:.2f} | {differs} |")
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lanes_cases import normed
 from test_checkpoint import SMALL, begin, contents, go_on
 
 from fedobp import Config, Federation
@@ -21,27 +22,18 @@ LEVELS = ("8bit", "4bit", "sparse")
 
 @pytest.mark.essential
 def test_codes_by_hand():
-    """Two tensors. 8bit: the largest entry is 127 scales. 4bit: a scale is half of the root mean square."""
+    """Two tensors. 8bit: the largest entry is 127 scales. 4bit: a scale is a quarter of the root mean square."""
     difference = torch.tensor([127.0, -63.5, 0.4, 0.6, 0.0, 3.0, -4.0, 0.0, 0.0])
     codes, scale = quantise(difference, [5, 4], "8bit")
     assert scale.tolist() == pytest.approx([1.0, 4 / 127])
     assert codes.tolist() == [127, -64, 0, 1, 0, 95, -127, 0, 0]  # 63.5 is rounded to even, 3 is 95.25 scales
     codes, scale = quantise(difference, [5, 4], "4bit")
     square = (127**2 + 63.5**2 + 0.4**2 + 0.6**2) / 5
-    assert scale.tolist() == pytest.approx([square**0.5 / 2, 2.5 / 2])
-    assert codes.tolist() == [
-        4,
-        -2,
-        0,
-        0,
-        0,
-        2,
-        -3,
-        0,
-        0,
-    ]  # 127 is 4.0002 scales of 31.75, 3 is 2.4 and 4 is 3.2 of 1.25
+    assert scale.tolist() == pytest.approx([square**0.5 / 4, 2.5 / 4])
+    # 127 is 8.0 scales of 15.87, 3 is 4.8 and 4 is 6.4 scales of 0.625.
+    assert codes.tolist() == [8, -4, 0, 0, 0, 5, -6, 0, 0]
     assert codes.dtype == torch.int8
-    assert dequantise(codes, scale, [5, 4])[5:].tolist() == [2.5, -3.75, 0, 0]
+    assert dequantise(codes, scale, [5, 4])[5:].tolist() == [3.125, -3.75, 0, 0]
 
 
 def test_sparse_sends_the_largest_sixteenth():
@@ -91,6 +83,25 @@ def test_a_vector_that_is_no_model_has_a_scale_for_each_block():
     assert sizes_of(model, torch.zeros(4096 * 2 + 5)) == [4096, 4096, 5]
 
 
+def test_entries_beyond_the_parts_arrive_as_they_are():
+    difference = torch.tensor([1.0, 0.01, 3.0, -1e-5, 0.0], dtype=torch.float64)
+    for level in ("8bit", "4bit"):
+        codes, scale = quantise(difference, [2], level)
+        assert scale.shape == (4,)
+        torch.testing.assert_close(dequantise(codes, scale, [2])[2:], difference[2:], rtol=1e-12, atol=0)
+        assert dequantise(codes, scale, [2])[1] != 0.01
+
+
+@pytest.mark.parametrize("engine", ["serial", "lanes"])
+def test_running_statistics_of_a_compressed_run_stay_variances(engine):
+    config = Config(method="fedavg", clients=4, rounds=3, epochs=1, model=normed, engine=engine, compress_down="4bit",
+                    compress_up="4bit")  # fmt: skip
+    found = Federation(config).run().state_dict(0)
+    variances = [value for name, value in found.items() if name.endswith("running_var")]
+    assert variances
+    assert all((value > 0).all() for value in variances)
+
+
 # The method
 
 
@@ -132,6 +143,23 @@ def test_what_remains_is_sent_later_and_both_sides_hold_the_same():
     assert records["messages"].tolist() == [client.state["messages"].item() for client in clients] == [1, 0]
     assert [in_step(take(download, 0), client.state) for client in clients] == [False, True]  # of round 1, again
     assert not clients[1].state["rest.theta"].any()
+
+
+def test_the_remainder_of_a_round_is_added_in_the_next():
+    model, method = Model("mlp", (4,), 2), compressed(METHODS["fedavg"](), "none", "sparse")
+    ctx = RoundContext(model, 1, 1, 1, 1, torch.tensor([0]))
+    _, _, state = method.init(model, model.initial(0), 0)
+    first, _, last = method.client_update(ctx)
+    data = {"n": torch.tensor(5), "counts": torch.tensor([5, 0]), "steps": torch.tensor(1)}
+    change, sent = torch.linspace(-1, 1, model.layout.size), torch.zeros(model.layout.size)
+    for _ in range(40):
+        client = first(model, Client(state, {"theta": model.initial(1)}, {}, {}, {}, data))
+        client = last(model, client.set(theta=client.theta + change))
+        state, upload = client.state, client.upload
+        sent += dequantise(upload["theta"], upload["theta.scale"], sizes_of(model, sent))
+    # All but the last remainder has arrived, which is bounded: an entry waits about 16 rounds to be among the largest.
+    torch.testing.assert_close(sent + state["rest.theta"], 40 * change, rtol=0, atol=1e-3)
+    assert state["rest.theta"].abs().max() < 20
 
 
 def test_phases_keep_their_place_in_the_program():

@@ -44,6 +44,7 @@ from fedobp.method import (
     Tensors,
     Train,
 )
+from fedobp.models import is_statistic
 from fedobp.options import Compression
 from fedobp.records import mask_unsent, take, unsent
 
@@ -73,35 +74,41 @@ def in_step(download: Record, state: Tensors) -> bool:
 
 
 def sizes_of(model: Model, vector: Tensor) -> list[int]:
-    """Return the lengths of a vector's parts with a scale each: the model's tensors, or blocks of another vector."""
-    size = vector.shape[-1]
-    if size == model.layout.size:
-        return list(model.layout.sizes)
+    """Return the lengths of a vector's parts with a scale each: the model's tensors, or blocks of another vector.
+
+    Entries beyond them have a scale of their own, so they arrive as they are: BatchNorm's running statistics, of which
+    a rounded variance could become negative.
+    """
+    size, layout = vector.shape[-1], model.layout
+    if size == layout.size:
+        return [part for name, part in zip(layout.names, layout.sizes, strict=True) if not is_statistic(name)]
     return [min(_BLOCK, size - at) for at in range(0, size, _BLOCK)]
 
 
 def quantise(difference: Tensor, sizes: Sequence[int], level: Compression) -> tuple[Tensor, Tensor]:
     """Return (codes, scales) of vectors [..., N]. Every entry that is sent is at most half a scale from its code's.
 
-    8bit: the largest entry of a tensor has the code 127. 4bit: a scale is half of a tensor's root mean square, so that
-    codes have an entropy of about 3 bits. sparse: as 8bit, of the sixteenth of all entries that is largest.
+    8bit: the largest entry of a tensor has the code 127. 4bit: a scale is a quarter of a tensor's root mean square, so
+    that codes of a normal distribution have an entropy of 4.05 bits, which is what entropy coding spends on them; a
+    range of 16 codes would leave most of it to a few large entries. sparse: as 8bit, of the largest sixteenth of all.
     """
     if level == "sparse":
         difference = torch.where(above(difference.abs(), 1 - _SHARE), difference, 0)
-    pieces = difference.split(list(sizes), dim=-1)
-    scale = torch.stack([piece.abs().amax(dim=-1) for piece in pieces], dim=-1) / _LARGEST
+    pieces, alone = difference[..., : sum(sizes)].split(list(sizes), dim=-1), difference[..., sum(sizes) :].abs()
+    largest = torch.stack([piece.abs().amax(dim=-1) for piece in pieces], dim=-1)
+    scale = torch.cat([largest, alone], dim=-1) / _LARGEST
     if level == "4bit":
         square = torch.stack([piece.square().mean(dim=-1) for piece in pieces], dim=-1)
-        scale = torch.maximum(scale, square.sqrt() / 2)
+        scale = torch.maximum(scale, torch.cat([square.sqrt() / 4, torch.zeros_like(alone)], dim=-1))
     steps = _spread(torch.where(scale > 0, scale, 1), sizes)
     return (difference / steps).round().clamp(-_LARGEST, _LARGEST).to(torch.int8), scale
 
 
 def _spread(scale: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return each tensor's scale for all of its entries."""
-    return torch.cat(
-        [one.expand(*scale.shape[:-1], size) for one, size in zip(scale.split(1, -1), sizes, strict=True)], -1
-    )
+    """Return each part's scale for all of its entries."""
+    scales = scale[..., : len(sizes)].split(1, dim=-1)
+    shared = [one.expand(*scale.shape[:-1], size) for one, size in zip(scales, sizes, strict=True)]
+    return torch.cat([*shared, scale[..., len(sizes) :]], dim=-1)
 
 
 def dequantise(codes: Tensor, scale: Tensor, sizes: Sequence[int]) -> Tensor:

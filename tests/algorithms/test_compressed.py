@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 from plain_loops import small_federation
-from test_all_methods import CASES, advance
+from test_all_methods import CASES, OPTIONS, advance
 
 from fedobp import wire
 from fedobp.algorithms import METHODS
@@ -57,6 +57,18 @@ def test_both_sides_hold_the_same_references(name, options):
     assert method.keeps_last_model == METHODS[name].keeps_last_model
     if method.keeps_last_model:
         assert all(torch.equal(clients.last(client), clients.state[client]["theta"]) for client in trained)
+
+
+def test_a_personal_entry_has_the_upload_as_its_reference():
+    """So its next upload is a small difference, too, although the server sends no value of it."""
+    _, steps, run, _ = rounds_of("fedobp", tuple(OPTIONS["fedobp"].items()))
+    job, _, _ = steps[-1]
+    keep = job.download["theta"].keep
+    assert (~keep).sum() > 20
+    for at, client in enumerate(job.ctx.cohort.tolist()):
+        record = run.records[client]
+        assert record["sent.theta"][~keep[at]].equal(record["theta"][~keep[at]])
+        assert not record["sent.theta"][keep[at]].equal(record["theta"][keep[at]])
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
