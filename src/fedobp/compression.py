@@ -15,9 +15,7 @@ out codes that are 0 and entropy-codes the rest.
   stays on the client as e. The client goes on with v' where it would have kept v, so it keeps what the server has.
 
 References are in records and in client states under `sent.NAME`, the remainders in client states under `rest.NAME`. A
-client without samples leaves both as they are, because no server waits for its upload; so does an evaluation. Both
-sides count in `messages` how often the references have changed, and the count is sent: a node whose upload was lost
-holds a reference that the server does not, and finds out (`in_step`).
+client without samples leaves both as they are, because no server waits for its upload; so does an evaluation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +51,6 @@ _SHARE = 1 / 16  # of the entries that `sparse` sends
 _SMALLEST = 64  # entries of a vector that is compressed: what is shorter gains nothing
 _BLOCK = 4096  # entries with one scale, in a vector that is not a model's
 _SCALE, _SENT, _REST = ".scale", "sent.", "rest."
-_COUNT = "messages"
 _NOW = "now.sent."  # what a download decodes to: in records, until `aggregate`
 
 
@@ -65,12 +62,6 @@ def compressed(method: Method, down: Compression, up: Compression) -> Method:
 def inner_of(method: Method) -> Method:
     """Return the method that a compressed one wraps; any other is itself."""
     return method.inner if isinstance(method, Compressed) else method
-
-
-def in_step(download: Record, state: Tensors) -> bool:
-    """Say whether a client can decode a download: whether it holds the references that the server used."""
-    sent = download.get(_COUNT)
-    return not isinstance(sent, Tensor) or _COUNT not in state or bool(sent == state[_COUNT])
 
 
 def sizes_of(model: Model, vector: Tensor) -> list[int]:
@@ -137,16 +128,6 @@ def _named(record: Mapping[str, Tensor], prefix: str) -> Tensors:
 
 def _prefixed(record: Mapping[str, Tensor], prefix: str) -> Tensors:
     return {prefix + name: value for name, value in record.items()}
-
-
-def _own(records: Tensors) -> Tensors:
-    """Return the inner method's records."""
-    return {name: value for name, value in records.items() if not name.startswith((_SENT, _NOW)) and name != _COUNT}
-
-
-def _count(held: Tensors, trained: Tensor | int = 0) -> Tensors:
-    """Return the number of messages, one more for clients that trained; nothing where a method sends no vector."""
-    return {_COUNT: held[_COUNT] + trained} if _COUNT in held else {}
 
 
 def _unpack(model: Model, record: Record, reference: Tensors) -> Record:
@@ -236,26 +217,28 @@ class Compressed(Method):
         upload = self.inner.expected_upload(ctx, download, state) if self.up != "none" else {}
         sent = {name: _values(value).clone() for name, value in download.items() if _compressible(value)}
         rest = {name: torch.zeros_like(_values(value)) for name, value in upload.items() if _compressible(value)}
-        count = {_COUNT: theta.new_zeros((), dtype=torch.int64)} if sent else {}
-        references = {**_prefixed(sent, _SENT), **count}
+        references = _prefixed(sent, _SENT)
         return InitialState(server, {**record, **references}, {**state, **references, **_prefixed(rest, _REST)})
 
     def download(self, ctx: RoundContext, server: Tensors, records: Tensors) -> tuple[Record, Tensors]:
         """Send codes of the differences from the references."""
-        reference, own, count = _named(records, _SENT), _own(records), _count(records)
+        reference = _named(records, _SENT)
+        own = {name: value for name, value in records.items() if not name.startswith(_SENT)}
         download, own = self.inner.download(ctx, server, own)
-        message: Record = {**count}
-        for name, value in download.items():
-            if name not in reference or self.down == "none":
-                message[name] = value
-                continue
-            difference = _values(value) - reference[name]
-            if isinstance(value, Sparse):
-                difference = torch.where(value.keep, difference, 0)
-            codes, scale = quantise(difference, sizes_of(ctx.model, difference), self.down)
-            message |= {name: _with(value, codes), name + _SCALE: scale}
+        message = download
+        if self.down != "none":
+            message = {}
+            for name, value in download.items():
+                if name not in reference:
+                    message[name] = value
+                    continue
+                difference = _values(value) - reference[name]
+                if isinstance(value, Sparse):
+                    difference = torch.where(value.keep, difference, 0)
+                codes, scale = quantise(difference, sizes_of(ctx.model, difference), self.down)
+                message |= {name: _with(value, codes), name + _SCALE: scale}
         received = _received(_unpack(ctx.model, message, reference), reference)
-        return message, {**own, **count, **_prefixed(reference, _SENT), **_prefixed(received, _NOW)}
+        return message, {**own, **_prefixed(reference, _SENT), **_prefixed(received, _NOW)}
 
     def client_update(self, ctx: RoundContext) -> Program:
         """Decode, do what the inner method does, encode.
@@ -283,10 +266,10 @@ class Compressed(Method):
     ) -> tuple[Tensors, Tensors]:
         """Decode the uploads, and do what the inner method does; then set the next references."""
         received, reference = _named(records, _NOW), _named(records, _SENT)
-        upload, trained = _unpack(ctx.model, update.upload, _filled(received, reference)), update.n > 0
-        server, own = self.inner.aggregate(ctx, server, _own(records), update._replace(upload=upload))
-        after = _prefixed(_next(reference, received, upload, trained[:, None]), _SENT)
-        return server, {**own, **_count(records, trained), **after}
+        own = {name: value for name, value in records.items() if not name.startswith((_SENT, _NOW))}
+        upload = _unpack(ctx.model, update.upload, _filled(received, reference))
+        server, own = self.inner.aggregate(ctx, server, own, update._replace(upload=upload))
+        return server, {**own, **_prefixed(_next(reference, received, upload, update.n[:, None] > 0), _SENT)}
 
     def _decode(self, model: Model, client: Client) -> Client:
         """Replace codes by the values that they stand for."""
@@ -319,8 +302,7 @@ class Compressed(Method):
             upload |= {name: _with(value, codes), name + _SCALE: scale}
             client = _adopt(client, value, base + change)
         after = _next(reference, received, decoded, trained)
-        count = _count(client.state, trained)
-        client = client.remember(**count, **_prefixed(after, _SENT), **_prefixed(rest, _REST))
+        client = client.remember(**_prefixed(after, _SENT), **_prefixed(rest, _REST))
         return replace(client, upload=upload)
 
 
