@@ -221,4 +221,4 @@ def test_cuda_without_a_card_is_refused(monkeypatch):
 def test_a_deeply_nested_option_is_refused(tmp_path, where):
     path = tmp_path / "config.toml"
     path.write_text(f'partition = "classes"\n{where}{".a" * 5000} = 1')
-    assert "a deeply nested dict" in refused(lambda: resolved(**read_config(path)))
+    assert "a key of more than 16 names" in refused(lambda: resolved(**read_config(path)))

@@ -5,8 +5,9 @@ the sums and evaluations so far, and which file holds each client. What clients 
 `checkpoint/clients-R.safetensors`: only clients that changed since the checkpoint before. The server's file is written
 last, so a checkpoint exists whole or not at all. The newest two are kept, with the files of clients that they name.
 
-A thread writes a checkpoint while the next rounds train. That is safe because no tensor of a server, record or client
-is ever written in place: a round replaces them. On CUDA the thread copies them to the host on a stream of its own.
+A thread writes a checkpoint while the next rounds train. That is safe because no tensor of a record or client is ever
+written in place: stores copy what they are given, and replace it. The server's tensors are the method's, and are copied
+first. On CUDA the thread copies all to the host on a stream of its own.
 """
 
 import json
@@ -98,12 +99,13 @@ class Checkpoints:
         self._run.settle()
         stores = self._stores
         changed = sorted(set[int]().union(*(store.changed for store in stores.values())))
+        server = {name: tensor.clone() for name, tensor in self._run.server.items()}
         device, ready = self._run.server["theta"].device, None
         if device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(device))
         held = {name: {one: store[one] for one in changed if one in store} for name, store in stores.items()}
-        snapshot = Snapshot(number, dict(self._run.server), self._run.snapshot(), held, changed, ready)
+        snapshot = Snapshot(number, server, self._run.snapshot(), held, changed, ready)
         for store in stores.values():
             store.changed.clear()
         self._writing = self._writer.submit(self._write, snapshot)

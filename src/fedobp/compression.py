@@ -286,13 +286,15 @@ class Compressed(Method):
             if name not in rest:
                 upload[name] = decoded[name] = value
                 continue
-            before, base = rest[name], bases.get(name)
-            base = torch.zeros_like(before) if base is None or base.shape != before.shape else base
+            before, base, level = rest[name], bases.get(name), self.up
+            if base is None or base.shape != before.shape:
+                # Of a whole vector, the largest entries are not those that matter: it is sent in full.
+                base, level = torch.zeros_like(before), "8bit" if self.up == "sparse" else self.up
             difference = _values(value) - base + before
             if isinstance(value, Sparse):
                 difference = torch.where(value.keep, difference, 0)
             sizes = sizes_of(model, difference)
-            codes, scale = quantise(difference, sizes, self.up)
+            codes, scale = quantise(difference, sizes, level)
             change = dequantise(codes, scale, sizes)
             remains = difference - change
             if isinstance(value, Sparse):

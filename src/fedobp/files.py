@@ -173,13 +173,13 @@ def read_checked_json(path: Path) -> dict[str, Any]:
     version, checksum = content.get("format"), content.pop("sha256", None)
     if version is None and checksum is None:
         return content
-    if version != JSON_FORMAT:
+    if version is not None and version != JSON_FORMAT:
         raise FedobpError(
             f"{where} has format {short(version)}, and this fedobp reads {JSON_FORMAT}: use a newer fedobp"
         )
     if checksum != _json_checksum(content):
         raise FedobpError(f"{where} is damaged: its checksum is not that of its content; take another copy")
-    del content["format"]
+    content.pop("format", None)
     return content
 
 

@@ -198,7 +198,9 @@ class Run:
         self.server = {name: tensor.to(device) for name, tensor in server.items()}
         self.accounting.restore(values["accounting"])
         self.reports = [report_from_json(report) for report in values["reports"]]
-        self.history = [(int(number), float(pooled), float(mean)) for number, pooled, mean in values["history"]]
+        earlier = [(one.round, one.served.pooled, one.served.client_mean) for one in self.reports]
+        found = values.get("history", earlier)  # older checkpoints hold all reports instead
+        self.history = [(int(number), float(pooled), float(mean)) for number, pooled, mean in found]
         self.seconds = float(values["seconds"])
 
     def describe_clients(self, clients: Sequence[Mapping[str, Any]]) -> None:

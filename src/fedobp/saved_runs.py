@@ -193,7 +193,10 @@ def _verify(folder: Path, result: Mapping[str, Any], name: str) -> None:
     """Refuse a file that is not as its run wrote it. Runs of older versions have no checksums."""
     path, known = folder / name, result.get("files")
     if isinstance(known, dict) and name in known and path.exists() and sha256_of(path) != known[name]:
-        raise _damaged(path, "its checksum is not that in result.json")
+        raise FedobpError(
+            f"{short(path, 200)} is damaged: its checksum is not that in result.json (an editor, or git, may have "
+            "changed its line ends); take another copy, or run it again"
+        )
 
 
 def find_runs(paths: Sequence[Path]) -> list[SavedRun]:

@@ -22,7 +22,6 @@ def test_every_sample_comes_once_in_full_batches_and_a_last_partial_one(key, n, 
     assert [len(batch) for batch in found] == expected
 
 
-@pytest.mark.essential
 @pytest.mark.parametrize(("n", "lengths"), [(0, []), (1, []), (2, [2]), (32, [32]), (33, [32]), (34, [32, 2])])
 def test_a_batch_of_one_sample_is_dropped(n, lengths):
     assert [len(batch) for batch in batches(fold(42), n, 32)] == lengths

@@ -9,8 +9,10 @@ import pytest
 from saved import clients_of, write_run
 
 from fedobp.errors import FedobpError
+from fedobp.files import read_checked_json
 from fedobp.report.page import MARK, report_html, write_report
 from fedobp.saved_runs import find_runs
+from fedobp.storage import write_result
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 LOADS = {"src", "srcset", "data", "poster", "action", "formaction", "background", "ping", "manifest"}
@@ -250,13 +252,14 @@ def test_names_in_the_files_of_runs_are_escaped(tmp_path, evil):
             partition=evil,
             partition_options={"a": evil},
         )
-        result = json.loads((folder / "result.json").read_text())
+        result = read_checked_json(folder / "result.json")
+        del result["files"]
         result["provenance"] |= dict.fromkeys(("fedobp", "torch", "device", "engine", "precision", "protocol"), evil)
         result |= {"labels": [evil, evil], "notes": [evil], "partition": evil}
-        (folder / "result.json").write_text(json.dumps(result))
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         lines[-1]["personal_by_tensor"][evil] = 1.0
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_result(folder, result)
     text = report_html(find_runs([tmp_path]))
     page = Page(text)
     assert evil in "".join(page.texts.values())

@@ -16,7 +16,10 @@ from fedobp.files import regular
 _TRAINING = ("train", "training", "val", "valid", "validation")  # in this order; validation images count as training
 _TEST = ("test", "testing")
 # Of the formats that Pillow knows, those of pixels: it has EPS files drawn by Ghostscript, which executes them.
-_FORMATS = ("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "SGI", "TGA", "TIFF", "WEBP")
+_FORMATS = (
+    "AVIF", "BMP", "DDS", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MSP", "PCX", "PNG", "PPM", "QOI", "SGI", "TGA",
+    "TIFF", "WEBP", "XBM",
+)  # fmt: skip
 
 
 # A header may say anything: a larger image has more than a thousandth of a byte for each pixel.
@@ -150,7 +153,11 @@ def _read_pixels(where: str, file: Path | bytes) -> NDArray[np.uint8]:
     except (FedobpError, MemoryError):
         raise
     except Exception as error:  # a damaged image can make Pillow raise nearly anything
-        reason = "no image that Pillow knows" if isinstance(error, UnidentifiedImageError) else first_line(error)
+        reason = (
+            "no image of a known format, such as PNG or JPEG"
+            if isinstance(error, UnidentifiedImageError)
+            else first_line(error)
+        )
         raise FedobpError(f"{where} cannot be read as an image ({reason}): repair it, or remove it") from error
     raise FedobpError(f"{where} has more than 8 bits for a pixel: save it with 8, or import an npz with floats")
 

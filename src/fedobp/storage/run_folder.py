@@ -127,7 +127,7 @@ _CHECKED = ("config.toml", "metrics.jsonl", "clients.csv")  # what a result stan
 def write_result(folder: Path, result: Mapping[str, Any]) -> None:
     """Write `result.json`, with the checksums of the files beside it and its own."""
     files = {name: sha256_of(folder / name) for name in _CHECKED if (folder / name).exists()}
-    write_checked_json(folder / "result.json", {**result, "files": files})
+    write_checked_json(folder / "result.json", {"files": files, **result})  # a copied result has those of its source
 
 
 class RunFolder:
