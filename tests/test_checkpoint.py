@@ -19,6 +19,7 @@ from fedobp.algorithms import METHODS
 from fedobp.checkpoint import Interval, PastRun, note_failure
 from fedobp.files import unwritable
 from fedobp.launch import StopTraining
+from fedobp.saved_runs import read_run
 from fedobp.storage.tensor_file import read_tensors, write_tensors
 
 SMALL = {"clients": 6, "rounds": 6, "epochs": 1, "participation": 0.5, "model": "mlp", "eval_every": 2}
@@ -271,6 +272,51 @@ def test_a_run_goes_on_from_its_checkpoint_and_takes_no_more(tmp_path):
 def test_a_checkpoint_is_written_while_the_next_round_trains(tmp_path, monkeypatch):
     """The one of round 2 is written after round 3 has trained, and holds round 2."""
     config, trained = Config(**SMALL), threading.Event()
+    Federation(config).run(out=tmp_path / "whole")
+
+    def late(path, *content):
+        assert path.name.endswith("-4.safetensors") or trained.wait(60)
+        return write_tensors(path, *content)
+
+    def progress(at):
+        if at.round == 3:
+            trained.set()
+        if at.round == 4:
+            raise StopTraining
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedobp.checkpoint.write_tensors", late)
+        with pytest.raises(StopTraining):
+            Federation(config).run(out=tmp_path / "cut", progress=progress, checkpoint_every=2)
+    for name in ("server-4", "clients-4"):
+        (tmp_path / "cut" / "checkpoint" / f"{name}.safetensors").unlink()
+    assert go_on(config, tmp_path / "cut") == [3, 4, 5, 6]
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+def test_a_checkpoint_without_a_history_is_of_an_older_version(tmp_path):
+    """It holds all reports instead."""
+    config = Config(**SMALL)
+    Federation(config).run(out=tmp_path / "whole")
+    begin(config, tmp_path / "cut", stop=2, every=1)
+    path = tmp_path / "cut" / "checkpoint" / "server-2.safetensors"
+    tensors, about = read_tensors(path)
+    del about["run"]["history"], about["sha256"]
+    write_tensors(path, tensors, about)
+    assert go_on(config, tmp_path / "cut") == [3, 4, 5, 6]
+    histories = [read_run(tmp_path / name).history for name in ("whole", "cut")]
+    assert histories[0] == histories[1]
+
+
+def test_a_method_may_write_the_servers_state_in_place(tmp_path, monkeypatch):
+    """A checkpoint of a round is a copy: the next round changes it while it is written."""
+
+    def aggregate(self, ctx, server, records, update):
+        server["theta"].copy_(update.mean("theta"))
+        return server, records
+
+    monkeypatch.setattr(METHODS["fedavg"], "aggregate", aggregate)
+    config, trained = Config(**SMALL, method="fedavg"), threading.Event()
     Federation(config).run(out=tmp_path / "whole")
 
     def late(path, *content):

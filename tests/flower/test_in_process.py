@@ -1,5 +1,6 @@
 """Federations on nodes, in one process: every method through the codec equals the serial simulation."""
 
+import numpy as np
 import pytest
 
 from fedobp import Config
@@ -31,6 +32,16 @@ def test_compressed_messages_equal_the_simulation(method, tmp_path):
 )
 def test_other_settings_equal_the_simulation(more, tmp_path):
     equals_the_simulation(tmp_path, method="fedobp", **more)
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_tokens_equal_the_simulation(labels, tmp_path, monkeypatch):
+    random = np.random.default_rng(0)
+    arrays = {"tokens": random.integers(0, 7, (60, 9)), "vocabulary": 7, "client": np.arange(60) % 5}
+    (tmp_path / "data").mkdir()
+    np.savez(tmp_path / "data" / "texts.npz", **arrays, **({"y": np.arange(60) % 3} if labels else {}))
+    monkeypatch.setenv("FEDOBP_DATA", str(tmp_path / "data"))
+    equals_the_simulation(tmp_path, method="fedavg", dataset="texts", model="lstm", partition="natural")
 
 
 def equals_the_simulation(tmp_path, **settings):

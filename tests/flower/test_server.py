@@ -12,7 +12,8 @@ import pytest
 import torch
 from flwr.app import Error, Message
 
-from fedobp import Config, Federation, FedobpError
+from fedobp import Config, Federation, FedobpError, load_results
+from fedobp.data import read_own
 from fedobp.flower.messages import pack, unpack
 from fedobp.flower.server import serve
 from fedobp.flower.task import read_settings
@@ -106,6 +107,13 @@ HOSTILE = {
         pack({**values, "processed": -1}, payload), reply_to=message
     ),
     "lost, again and again": lambda message, values, payload: Message(pack({"lost": True}), reply_to=message),
+    "a weight that ends all training": with_upload(lambda theta: theta * 1e30),
+    "a huge loss": lambda message, values, payload: Message(
+        pack({**values, "loss": 1.7e308}, payload), reply_to=message
+    ),
+    "huge numbers": lambda message, values, payload: Message(
+        pack({**values, "processed": 10**400}, payload), reply_to=message
+    ),
     "no values": lambda message, values, payload: Message(pack({}, payload), reply_to=message),
     "a list": lambda message, values, payload: Message(pack([1, 2], payload), reply_to=message),
 }
@@ -155,6 +163,9 @@ FORGED = {
     "more than there is": lambda counts: counts.update(personal=[[10**9, 0, 0, 0]]),
     "no columns": lambda counts: counts.pop("columns"),
     "below 0": lambda counts: counts.update(samples=-5),
+    "more samples than it has": lambda counts: counts["columns"]["served"][0].update(tested=[10**6] * 10),
+    "huge numbers": lambda counts: counts.update(processed=10**400),
+    "a column that was not asked for": lambda counts: counts["columns"].update(finetuned=counts["columns"]["served"]),
 }
 
 
@@ -251,10 +262,6 @@ def test_a_client_that_lost_its_state_gets_the_whole_model_in_that_round(damage,
     assert line["cohort"] == sampled(3)
 
 
-class Crash(Exception):
-    pass
-
-
 @pytest.mark.parametrize("method", ["fedobp", "floco", "seqfededt"])
 def test_a_server_that_died_goes_on_after_its_checkpoint(method, tmp_path):
     """Nodes had trained in the round that was lost: that training is dropped and done again."""
@@ -281,13 +288,154 @@ def test_a_server_that_died_goes_on_after_its_checkpoint(method, tmp_path):
         served(tmp_path, settings)
 
 
-def test_a_node_without_data_takes_part(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("method", "number"), [("fedper", 2), ("floco", 4)])
+def test_a_server_that_died_in_an_evaluation_or_between_cohorts_goes_on(method, number, tmp_path):
+    """Nodes have heard that their training was taken, and the checkpoint of that round was not written."""
+    config = Config(**{**SMALL, "rounds": 5}, method=method)
+    settings, federation = prepared(tmp_path, config)
+    federation.run(out=tmp_path / "simulated")
+    grid, died = LocalGrid(tmp_path, 5), []
+    push = grid.push_messages
+
+    def crash(messages):
+        for message in messages:
+            values, _ = unpack(message.content)
+            turn = values.get("visit", [0, 0])
+            if turn == [number, 0] or (turn[0] == number and turn[1] == 2):
+                push(messages)  # the node has the message
+                died.append(turn)
+                raise KeyboardInterrupt
+        return push(messages)
+
+    grid.push_messages = crash
+    with pytest.raises(KeyboardInterrupt):
+        serve(grid, settings, tmp_path / "run", lambda text: None)
+    assert died
+    served(tmp_path, settings)
+    assert not [line for line in lines(tmp_path / "run") if line["status"] == "lost"]
+    equal_runs(tmp_path / "run", tmp_path / "simulated")
+
+
+def test_a_server_that_died_after_its_last_round_goes_on(tmp_path, monkeypatch):
+    settings, federation = prepared(tmp_path, CONFIG)
+    with monkeypatch.context() as patch:
+        patch.setattr("fedobp.run.Run.result", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            served(tmp_path, settings)
+    served(tmp_path, settings)
+    federation.run(out=tmp_path / "simulated")
+    equal_runs(tmp_path / "run", tmp_path / "simulated")
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_folder_of_something_else_is_refused_and_kept(tmp_path):
+    settings, federation = prepared(tmp_path, CONFIG)
+    federation.run(out=tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(FedobpError, match="holds a run of something else: name another folder"):
+        served(tmp_path, settings)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_all_that_a_job_asks_shares_one_deadline(tmp_path):
+    """A client that never answers is not asked again because another one has lost its state."""
+    settings, _ = prepared(tmp_path, CONFIG, deadline=1e-9)
+    dead, lost = sampled(3)[0], next(c for c in sampled(3)[1:] if c in sampled(1))
+
+    def say(text):
+        if text.startswith("round 2:"):
+            for path in (tmp_path / settings.id).glob(f"client-{lost}.*"):
+                path.unlink()
+
+    serve(LocalGrid(tmp_path, 5, {dead: forge(HOSTILE["late"])}), settings, tmp_path / "run", say)
+    own = [line["status"] for line in lines(tmp_path / "run") if (line["round"], line["client"]) == (3, dead)]
+    assert own == ["late"]
+    found = [line["status"] for line in lines(tmp_path / "run") if (line["round"], line["client"]) == (3, lost)]
+    assert found == ["lost", "accepted"]
+
+
+@pytest.mark.parametrize("pushed", ["none", "raises"])
+def test_a_message_that_cannot_be_sent_is_noted_and_leaves_the_others_alone(pushed, tmp_path, monkeypatch):
+    settings, federation = prepared(tmp_path, CONFIG)
+    bad, grid = sampled(3)[0], LocalGrid(tmp_path, 5)
+    push = grid.push_messages
+
+    def broken(messages):
+        values, _ = unpack(messages[0].content)
+        if values.get("visit") == [3, 1] and grid.nodes[messages[0].metadata.dst_node_id] == bad:
+            if pushed == "raises":
+                raise ConnectionError("the superlink is gone")
+            return []
+        return push(messages)
+
+    grid.push_messages = broken
+    serve(grid, settings, tmp_path / "run", lambda text: None)
+    assert statuses(tmp_path / "run") == {(3, bad, "failed")}
+    without(monkeypatch, {3: [bad]})
+    federation.run(out=tmp_path / "simulated")
+    equal_runs(tmp_path / "run", tmp_path / "simulated")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"client": True}, {"client": 7}, {"train": -1}, {"train": 10**400}, {"train": 1.5}, {"entropy": float("inf")},
+        {"entropy": None}, {"federation": "other"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_forged_introduction_is_refused(change, tmp_path):
+    def answer(message, own):
+        values, payload = unpack(own().content)
+        if message.metadata.message_type == "query":
+            text = json.dumps({**values, **change})
+            content = pack({}, payload)
+            content["fedobp"]["json"] = text
+            return Message(content, reply_to=message)
+        return Message(pack(values, payload), reply_to=message)
+
+    settings, _ = prepared(tmp_path, CONFIG, start_nodes=4, min_replies=0.1)
+    serve(LocalGrid(tmp_path, 5, {1: answer}), settings, tmp_path / "run", lambda text: None)
+    [refused] = [line for line in lines(tmp_path / "run") if line["kind"] == "query"]
+    assert refused["status"] == "refused"
+    assert load_results(tmp_path / "run")
+
+
+def test_a_node_with_one_label_takes_part(tmp_path):
+    """As most nodes with few samples: the others have the other labels."""
+    settings, _ = prepared(tmp_path, CONFIG)
+    arrays = dict(np.load(tmp_path / "node-1.npz", allow_pickle=False))
+    arrays["y"][:] = 7
+    np.savez(tmp_path / "node-1.npz", **arrays)
+    served(tmp_path, settings)
+    assert not statuses(tmp_path / "run")
+
+
+def test_texts_in_a_table_of_a_node_are_refused(tmp_path):
+    """Each node would number its own categories."""
+    path = tmp_path / "table.csv"
+    path.write_text("site,age,label\nx,1,0\ny,2,1\n")
+    with pytest.raises(FedobpError, match="has texts in the column 'site', which every node would number its own way"):
+        read_own(path, (0, 1))
+    path.write_text("age,label\n1,0\n2,0\n")
+    assert read_own(path, (0, 1)).y.tolist() == [0, 0]
+    path.write_text("age,label\n1,0\n2,5\n")
+    with pytest.raises(FedobpError, match="has the label '5', which the federation has not"):
+        read_own(path, (0, 1))
+
+
+@pytest.mark.parametrize("data", ["", "an empty file"])
+def test_a_node_without_data_takes_part(data, tmp_path, monkeypatch):
     """As a client without samples does in a simulation; it has no accuracy."""
     settings, _ = prepared(tmp_path, CONFIG)
-    [arrays] = [dict(np.load(tmp_path / "node-1.npz", allow_pickle=False))]
+    arrays = dict(np.load(tmp_path / "node-1.npz", allow_pickle=False))
     np.savez(tmp_path / "node-1.npz", **{name: value[:0] for name, value in arrays.items()})
     grid = LocalGrid(tmp_path, 5)
-    grid.data[1] = ""
+    grid.data[1] = grid.data[1] if data else ""
     serve(grid, settings, tmp_path / "run", lambda text: None)
     rows = (tmp_path / "run" / "clients.csv").read_text().splitlines()
     assert rows[2].startswith("1,0,0,")
