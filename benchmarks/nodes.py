@@ -1,6 +1,7 @@
 """A federation on Flower nodes: seconds of a round and where they go, many nodes, and the memory of the server.
 
     python benchmarks/nodes.py rounds                   # 3 nodes, 6 rounds, with TLS: about a minute
+    python benchmarks/nodes.py rounds --cold            # the same without a worker beside each node
     python benchmarks/nodes.py many                     # 20 registered nodes, 4 in a round, 10 rounds
     python benchmarks/nodes.py memory                   # a server that keeps 100 clients' models, in files or in memory
 
@@ -42,18 +43,38 @@ def prepare(folder: Path, nodes: int, rounds: int, cohort: int, model: str) -> F
     return settings
 
 
-def deployed(nodes: int, rounds: int, cohort: int, model: str) -> None:
+# Answers in the process that Flower starts for a message, as if there were no worker beside the node.
+_COLD = """
+import sys
+if "clientapp" in sys.argv[0]:
+    from pathlib import Path
+    from fedobp.flower import worker
+
+    def answer(arguments, kind, values, payload):
+        from fedobp.flower.node import make_node
+        file, client, data, folder, device = arguments
+        return make_node(Path(file), int(client), data, Path(folder), device).answer(kind, values, payload)
+
+    worker.ask_worker = answer
+"""
+
+
+def deployed(nodes: int, rounds: int, cohort: int, model: str, cold: bool) -> None:
     """Run a federation for real, and say where its time went."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         settings = prepare(folder, nodes, rounds, cohort, model)
+        (folder / "cold").mkdir()
+        (folder / "cold" / "sitecustomize.py").write_text(_COLD)
         began = time.perf_counter()
         with LocalDeployment(folder, folder / "keys") as one:
             one.start_superlink()
             for client in range(nodes):
                 one.register(f"node-{client}")
                 data, state = str(folder / f"node-{client}.npz"), str(folder / "state")
-                one.start_node(f"node-{client}", {"client": client, "data": data, "state": state})
+                about = {"client": client, "data": data, "state": state}
+                environment = {"PYTHONPATH": str(folder / "cold")} if cold else {}
+                one.start_node(f"node-{client}", about, None, **environment)
             print(f"superlink and {nodes} nodes started after {time.perf_counter() - began:.1f} s", flush=True)
             one.start_run(folder / "app", f'folder="{folder / "run"}"')
             while one.running("run"):
@@ -68,8 +89,10 @@ def deployed(nodes: int, rounds: int, cohort: int, model: str) -> None:
     print("messages:", dict(Counter(f"{line['kind']} {line['status']}" for line in lines)))
     print(f"a round without evaluation: median {median(seconds):.1f} s, {min(seconds):.1f} to {max(seconds):.1f}")
     waited = [line["seconds"] - line["working"] for line in trained]
-    print(f"a message to train: median {median(line['seconds'] for line in trained):.1f} s, of which the node worked ")
-    print(f"  {median(line['working'] for line in trained):.2f} s; {median(waited):.1f} s were Flower's")
+    whole, worked = (median(line[name] for line in trained) for name in ("seconds", "working"))
+    print(
+        f"a message to train: median {whole:.1f} s; the node worked {worked:.2f} s, {median(waited):.1f} s were others'"
+    )
     for what, module in (
         ("the client app", "fedobp.flower.client"),
         ("the client app with torch", "fedobp.flower.node"),
@@ -123,14 +146,15 @@ def main() -> None:
     parser.add_argument("--nodes", type=int)
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--model", default="mlp")
+    parser.add_argument("--cold", action="store_true", help="without a worker beside each node")
     given = parser.parse_args()
     if given.what == "memory":
         memory(given.nodes or 100)
     elif given.what == "rounds":
         nodes = given.nodes or 3
-        deployed(nodes, given.rounds or 6, nodes, given.model)
+        deployed(nodes, given.rounds or 6, nodes, given.model, given.cold)
     else:
-        deployed(given.nodes or 20, given.rounds or 10, 4, given.model)
+        deployed(given.nodes or 20, given.rounds or 10, 4, given.model, given.cold)
 
 
 if __name__ == "__main__":
