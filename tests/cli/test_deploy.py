@@ -12,7 +12,7 @@ import pytest
 from cryptography import x509
 
 from cli.cases import write_npz
-from fedobp.data import read_source
+from fedobp.data import read_own
 from fedobp.flower.deploy import _failure
 from fedobp.flower.local import _parents
 from fedobp.flower.task import read_settings
@@ -45,7 +45,7 @@ def test_a_project_from_a_dataset_has_settings_and_each_nodes_samples(command):
     assert (config.method, config.clients, config.rounds, config.participation) == ("fedper", 3, 2, 1.0)
     assert (settings.rules.deadline, settings.rules.min_replies) == (30, 0.5)
     assert (settings.inputs.shape, settings.inputs.labels, settings.inputs.unit) == ((8, 8), tuple(range(10)), 255)
-    samples = [read_source(Path("here") / name) for name in sorted(data)]
+    samples = [read_own(Path("here") / name, range(10)) for name in sorted(data)]
     assert sum(len(one.y) for one in samples) == 1797
     assert all(one.test.any() for one in samples)
     node = tomllib.loads(Path("here/nodes/node-2.toml").read_text())

@@ -36,7 +36,7 @@ from fedobp.storage.tensor_file import read_tensors
 from fedobp.sweep_file import read_sweep_file
 from fedobp.sweep_file import to_toml as sweep_toml
 from fedobp.sweep_folder import _read_failure as read_failure
-from fedobp.wire import decode, encode
+from fedobp.wire import decode, decode_expected, encode
 
 from .mutators import sealed, tensors_of
 
@@ -280,6 +280,32 @@ def message(folder: Path) -> Subject:
     )
 
 
+def codes(folder: Path) -> Subject:
+    """A compressed message: codes with their scales, in a zstd frame, sent in part and whole."""
+    random = np.random.default_rng(5)
+    values = torch.from_numpy(random.integers(-127, 128, 400).astype(np.int8)) * (torch.arange(400) % 3 == 0)
+    keep = torch.arange(400) % 7 != 0
+    record = {"theta": Sparse(values * keep, keep), "theta.scale": torch.ones(4), "base": values}
+    whole = {**record, "base": torch.zeros(400, dtype=torch.int8)}
+    path = folder / "message"
+    read = lambda: decode_expected(path.read_bytes(), record)  # noqa: E731
+    return Subject(folder, {"message": encode(record)}, read, extra=(encode(whole),))
+
+
+def federation(folder: Path) -> Subject:
+    """The settings of a federation on nodes."""
+    from fedobp.flower.task import Inputs, Rules, make_settings, read_settings, write_settings
+
+    tables = Inputs((3,), ("a", "b"), 1.0, (0.5, 1.0, 2.0), (1.0, 1.0, 3.0))
+    images = Inputs((8, 8), (0, 1, 2), 255.0, (0.1,), (0.3,))
+    made = [
+        write_settings(make_settings(Config(**{**SMALL, "dataset": "mine", "alpha": 1.0}), inputs, Rules()))
+        for inputs in (tables, images)
+    ]
+    path = folder / "federation.toml"
+    return Subject(folder, {path.name: made[0].encode()}, lambda: read_settings(path), extra=(made[1].encode(),))
+
+
 # Data that users import.
 
 
@@ -405,7 +431,9 @@ def _without_times(content: bytes) -> bytes:
 
 
 READERS: dict[str, Reader] = {
-    "message": Reader(message, 160),
+    "message": Reader(message, 120),
+    "codes": Reader(codes, 40),
+    "federation": Reader(federation, 20),
     "config": Reader(config, 110),
     "sweep": Reader(sweep, 80),
     "run": Reader(run_folder, 70),

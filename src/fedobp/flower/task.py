@@ -30,6 +30,9 @@ Visit = tuple[int, int]
 NO_VISIT: Visit = (0, 0)
 
 
+_LARGEST_SIDE, _MOST_TOKENS = 1 << 20, 10_000_000
+
+
 def _rule(default: Any, about: str) -> Any:
     """Declare a rule of the server: `about` stands beside it in `federation.toml`."""
     return field(default=default, metadata={"about": about})
@@ -143,7 +146,7 @@ def read_settings(path: Path) -> FederationSettings:
         values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in tables["inputs"].items()}
         inputs, rules = Inputs(**values), Rules(**tables["server"])
         check_values(inputs, rules)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise FedobpError(f"{where} does not describe a federation ({short(error, 120)}): make it anew") from error
     return make_settings(Config(**given), inputs, rules)
 
@@ -153,8 +156,14 @@ def check_values(inputs: Inputs, rules: Rules) -> None:
     numbers = (inputs.unit, *inputs.mean, *inputs.std, rules.deadline, rules.min_replies, rules.wait)
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in numbers):
         raise ValueError("a number is none, or not finite")
-    if not all(isinstance(size, int) and size > 0 for size in inputs.shape) or not inputs.names:
-        raise ValueError("a shape has a size below 1, or there are no labels")
+    sizes, labels = inputs.shape, inputs.labels
+    if not 1 <= len(sizes) <= 3 or not all(type(size) is int and 0 < size <= _LARGEST_SIDE for size in sizes):
+        raise ValueError(f"shape must have one to three sides, from 1 to {_LARGEST_SIDE}")
+    if type(inputs.vocabulary) is not int or not 0 <= inputs.vocabulary <= _MOST_TOKENS:
+        raise ValueError(f"vocabulary must be a whole number, at most {_MOST_TOKENS}")
+    known = all(isinstance(label, str | int) for label in labels) and len(set(labels)) == len(labels)
+    if not known or len(inputs.names) < 2 or not isinstance(inputs.every_position, bool):
+        raise ValueError("there must be at least two labels, each once")
     channels = 1 if inputs.vocabulary or len(inputs.shape) == 2 else inputs.shape[-1]
     if {len(inputs.mean), len(inputs.std)} - {1, channels}:
         raise ValueError("mean and std must have one value, or one for each channel or feature")
