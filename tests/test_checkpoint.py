@@ -269,9 +269,17 @@ def test_a_run_goes_on_from_its_checkpoint_and_takes_no_more(tmp_path):
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
-def test_a_checkpoint_is_written_while_the_next_round_trains(tmp_path, monkeypatch):
-    """The one of round 2 is written after round 3 has trained, and holds round 2."""
-    config, trained = Config(**SMALL), threading.Event()
+def aggregate_in_place(self, ctx, server, records, update):
+    server["theta"].copy_(update.mean("theta"))
+    return server, records
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_checkpoint_is_written_while_the_next_round_trains(in_place, tmp_path, monkeypatch):
+    """The one of round 2 is written after round 3 has trained, and holds round 2, whatever a method writes to."""
+    config, trained = Config(**SMALL, method="fedavg" if in_place else "fedobp"), threading.Event()
+    if in_place:
+        monkeypatch.setattr(METHODS["fedavg"], "aggregate", aggregate_in_place)
     Federation(config).run(out=tmp_path / "whole")
 
     def late(path, *content):
@@ -306,37 +314,6 @@ def test_a_checkpoint_without_a_history_is_of_an_older_version(tmp_path):
     assert go_on(config, tmp_path / "cut") == [3, 4, 5, 6]
     histories = [read_run(tmp_path / name).history for name in ("whole", "cut")]
     assert histories[0] == histories[1]
-
-
-def test_a_method_may_write_the_servers_state_in_place(tmp_path, monkeypatch):
-    """A checkpoint of a round is a copy: the next round changes it while it is written."""
-
-    def aggregate(self, ctx, server, records, update):
-        server["theta"].copy_(update.mean("theta"))
-        return server, records
-
-    monkeypatch.setattr(METHODS["fedavg"], "aggregate", aggregate)
-    config, trained = Config(**SMALL, method="fedavg"), threading.Event()
-    Federation(config).run(out=tmp_path / "whole")
-
-    def late(path, *content):
-        assert path.name.endswith("-4.safetensors") or trained.wait(60)
-        return write_tensors(path, *content)
-
-    def progress(at):
-        if at.round == 3:
-            trained.set()
-        if at.round == 4:
-            raise StopTraining
-
-    with monkeypatch.context() as patch:
-        patch.setattr("fedobp.checkpoint.write_tensors", late)
-        with pytest.raises(StopTraining):
-            Federation(config).run(out=tmp_path / "cut", progress=progress, checkpoint_every=2)
-    for name in ("server-4", "clients-4"):
-        (tmp_path / "cut" / "checkpoint" / f"{name}.safetensors").unlink()
-    assert go_on(config, tmp_path / "cut") == [3, 4, 5, 6]
-    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
 def test_a_disk_that_is_full_ends_the_run_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
