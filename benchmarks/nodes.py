@@ -9,7 +9,7 @@
 """
 
 import argparse
-import json
+import os
 import resource
 import subprocess
 import sys
@@ -19,29 +19,11 @@ from collections import Counter
 from pathlib import Path
 from statistics import median
 
-import numpy as np
-
 from fedobp import Config, Federation
-from fedobp.flower.keys import make_keys
-from fedobp.flower.local import LocalDeployment
-from fedobp.flower.project import node_arrays, write_app
-from fedobp.flower.task import FederationSettings, Inputs, Rules, make_settings
-
-
-def prepare(folder: Path, nodes: int, rounds: int, cohort: int, model: str) -> FederationSettings:
-    """Write a federation on the digits: its app, keys and each client's data."""
-    config = Config(
-        method="fedobp", clients=nodes, rounds=rounds, participation=cohort / nodes, model=model, engine="serial",
-        device="cpu", alpha=1.0, eval_every=rounds,
-    )  # fmt: skip
-    federation = Federation(config)
-    settings = make_settings(federation.config, Inputs.of(federation.source, federation.data), Rules())
-    write_app(folder / "app", settings)
-    make_keys(folder / "keys", ["localhost", "127.0.0.1"], nodes)
-    for client, arrays in enumerate(node_arrays(federation)):
-        np.savez(folder / f"node-{client}.npz", allow_pickle=False, **arrays)
-    return settings
-
+from fedobp.flower.deploy import run_on_loopback
+from fedobp.flower.project import node_arrays
+from fedobp.flower.task import Inputs, Rules, make_settings
+from fedobp.saved_runs import read_run
 
 # Answers in the process that Flower starts for a message, as if there were no worker beside the node.
 _COLD = """
@@ -60,30 +42,20 @@ if "clientapp" in sys.argv[0]:
 
 
 def deployed(nodes: int, rounds: int, cohort: int, model: str, cold: bool) -> None:
-    """Run a federation for real, and say where its time went."""
+    """Run a federation on the digits for real, and say where its time went."""
+    config = Config(
+        method="fedobp", clients=nodes, rounds=rounds, participation=cohort / nodes, model=model, engine="serial",
+        device="cpu", alpha=1.0, eval_every=rounds,
+    )  # fmt: skip
+    federation = Federation(config)
+    settings = make_settings(federation.config, Inputs.of(federation.source, federation.data), Rules())
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        settings = prepare(folder, nodes, rounds, cohort, model)
-        (folder / "cold").mkdir()
-        (folder / "cold" / "sitecustomize.py").write_text(_COLD)
+        if cold:
+            Path(place, "sitecustomize.py").write_text(_COLD)
+            os.environ["PYTHONPATH"] = place  # of all processes that are started here
         began = time.perf_counter()
-        with LocalDeployment(folder, folder / "keys") as one:
-            one.start_superlink()
-            for client in range(nodes):
-                one.register(f"node-{client}")
-                data, state = str(folder / f"node-{client}.npz"), str(folder / "state")
-                about = {"client": client, "data": data, "state": state}
-                environment = {"PYTHONPATH": str(folder / "cold")} if cold else {}
-                one.start_node(f"node-{client}", about, None, **environment)
-            print(f"superlink and {nodes} nodes started after {time.perf_counter() - began:.1f} s", flush=True)
-            one.start_run(folder / "app", f'folder="{folder / "run"}"')
-            while one.running("run"):
-                one.check()
-                time.sleep(0.2)
-        if not (folder / "run" / "result.json").exists():
-            sys.exit(one.log("run").read_text()[-2000:])
-        lines = [json.loads(line) for line in (folder / "run" / "messages.jsonl").read_text().splitlines()]
-        seconds = [json.loads(line)["all"] for line in (folder / "run" / "timings.jsonl").read_text().splitlines()[:-1]]
+        saved = read_run(run_on_loopback(Path(place, "federation"), settings, node_arrays(federation), tls=True))
+        lines, seconds = saved.messages(), [line["all"] for line in saved.timings()[:-1]]
     trained = [line for line in lines if line["kind"] == "train" and line["status"] == "accepted"]
     print(f"{settings.config.rounds} rounds of {cohort} of {nodes} nodes, {time.perf_counter() - began:.0f} s in all")
     print("messages:", dict(Counter(f"{line['kind']} {line['status']}" for line in lines)))

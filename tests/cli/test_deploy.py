@@ -101,6 +101,7 @@ def test_nothing_is_overwritten(command, taken):
         (("--labels", "3"), "describe data that is not here: give --shape as well"),
         (("--unit", "255"), "describe data that is not here: give --shape as well"),
         (("--shape", "8,8", "--labels", "3", "--dataset", "digits"), "leave out --shape or --dataset"),
+        (("--shape", "8,8", "--labels", "3", "--alpha", "1"), "leave out --shape or --alpha"),
         (("--shape", "8,x", "--labels", "3"), "--shape must be numbers separated by commas, not '8,x'"),
         (("--shape", "8,0", "--labels", "3"), "--shape 8,0 must be features, height,width or height,width,channels"),
         (("--shape", "8", "--labels", "1"), "--labels 1 must be how many there are, at least 2, or their names"),

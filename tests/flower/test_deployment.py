@@ -21,11 +21,11 @@ if "clientapp" in sys.argv[0]:
     from fedobp.flower import worker
     ask = worker.ask_worker
 
-    def poisoned(arguments, kind, values, payload):
+    def with_nan(arguments, kind, values, payload):
         answer, upload = ask(arguments, kind, values, payload)
         return answer, upload[:-4] + b"\\xff\\xff\\xff\\x7f" if kind == "train" else upload
 
-    worker.ask_worker = poisoned
+    worker.ask_worker = with_nan
 """
 
 

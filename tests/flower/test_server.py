@@ -85,14 +85,14 @@ def with_upload(change):
     return forged
 
 
-def poisoned(theta):
+def with_nan(theta):
     theta[7] = torch.nan
     return theta
 
 
 HOSTILE = {
     "late": lambda message, values, payload: None,
-    "NaN": with_upload(poisoned),
+    "NaN": with_upload(with_nan),
     "infinite": with_upload(lambda theta: theta * torch.inf),
     "another shape": with_upload(lambda theta: theta[:-1]),
     "another type": with_upload(lambda theta: theta.double()),

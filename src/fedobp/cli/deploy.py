@@ -109,8 +109,8 @@ def deploy_init(
     config = _config(given, nodes, set_, q, partition_set, model_set)
     data = None
     if shape is not None:
-        if "dataset" in given:
-            raise FedobpError("--shape is for data that is not here: leave out --shape or --dataset")
+        if here := [name for name in ("dataset", "partition", "alpha") if name in given]:
+            raise FedobpError(f"--shape is for data that is not here: leave out --shape or --{here[0]}")
         if labels is None:
             raise FedobpError("--shape needs --labels: give their number, or their names separated by commas")
         inputs = described_inputs(shape, labels, unit, mean, std)

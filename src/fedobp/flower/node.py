@@ -72,7 +72,7 @@ class Node:
         self._settings, self._data, self._client = settings, data, client
         names = ("state", "pending", "earlier")
         self._files = {name: folder / settings.id / f"client-{client}.{name}" for name in names}
-        theta, initial = settings.initial()
+        theta, initial = settings.initial
         self._theta = theta.to(data.x.device)
         self._state = {name: value.to(data.x.device) for name, value in initial.state.items()}
         self._engine = Serial(settings.model, settings.config.batch_size, settings.config.precision)
@@ -135,7 +135,7 @@ class Node:
 
     def _download(self, ctx: RoundContext, payload: bytes, with_global: bool = False) -> Record:
         """Return what the server sent, on this node's device; its shapes are those that the method would send."""
-        _, initial = self._settings.initial()
+        _, initial = self._settings.initial
         records = {name: value[None] for name, value in initial.record.items()}
         expected = take(self._settings.method.download(ctx, initial.server, records)[0], 0)
         if with_global:
@@ -148,13 +148,10 @@ class Node:
 
     def _pool(self, values: Mapping[str, Any]) -> ClientPool | None:
         """Return this client in the state that the server has accepted last; None: that state is lost here."""
-        accepted, snapshot = visit_of(values["accepted"]), ClientSnapshot(self._state, None)
-        if accepted != NO_VISIT:
-            self._settle(accepted)
-            known = self._read("state")
-            if known is None or known[1] != accepted:
-                return None
-            snapshot = known[0]
+        accepted = visit_of(values["accepted"])
+        snapshot = ClientSnapshot(self._state, None) if accepted == NO_VISIT else self._accepted(accepted)
+        if snapshot is None:
+            return None
         keeps = self._settings.method.keeps_last_model
         pool = ClientPool(
             self._data, self._state, self._theta, self._settings.config.seed, Budget(), keeps_last_model=keeps
@@ -162,21 +159,23 @@ class Node:
         pool.load(self._client, snapshot)
         return pool
 
-    def _settle(self, accepted: Visit) -> None:
-        """Make the state that the server took last the current one: the pending one, or that of an earlier round.
+    def _accepted(self, accepted: Visit) -> ClientSnapshot | None:
+        """Return the state that the server took last, and make it the current one; None: it is not here.
 
-        A server that died before it had written a checkpoint of a round goes on from the round before, although this
-        node has heard that its training was taken.
+        It is the current or the pending one; or the earlier one, if the server died before it had written a checkpoint
+        of a round, although this node had heard that its training was taken.
         """
-        state, pending, earlier = (self._read(name) for name in ("state", "pending", "earlier"))
+        state = self._read("state")
         if state and state[1] == accepted:
-            return
-        if pending and pending[1] == accepted:
-            if state and state[1][0] < accepted[0]:
-                self._files["state"].replace(self._files["earlier"])
-            self._files["pending"].replace(self._files["state"])
-        elif earlier and earlier[1] == accepted:
-            self._files["earlier"].replace(self._files["state"])
+            return state[0]
+        for name in ("pending", "earlier"):
+            found = self._read(name)
+            if found and found[1] == accepted:
+                if name == "pending" and state and state[1][0] < accepted[0]:
+                    self._files["state"].replace(self._files["earlier"])
+                self._files[name].replace(self._files["state"])
+                return found[0]
+        return None
 
     def _write(self, name: str, snapshot: ClientSnapshot, visit: Visit, session: str) -> None:
         tensors = {f"state.{key}": value for key, value in snapshot.state.items()}

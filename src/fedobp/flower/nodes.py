@@ -55,9 +55,7 @@ Read = Callable[[int, dict[str, Any], bytes], Any]  # makes an answer of a clien
 class Nodes:
     """The nodes of a federation: who they are, and messages to them, each of which is logged."""
 
-    def __init__(
-        self, grid: Grid, settings: FederationSettings, folder: Path, longest: int, say: Say = lambda text: None
-    ) -> None:
+    def __init__(self, grid: Grid, settings: FederationSettings, folder: Path, longest: int, say: Say) -> None:
         self._say = say
         self._grid, self._settings, self._folder, self._longest = grid, settings, folder, longest
         self._bound, self.about = self._read_bound(), dict[int, dict[str, Any]]()
@@ -123,7 +121,7 @@ class Nodes:
         here = set(self._grid.get_node_ids())
         return {client: node for node, client in self._bound.items() if node in here and client in self.about}
 
-    def wait_for(self, count: int, seconds: float, say: Say) -> None:
+    def wait_for(self, count: int, seconds: float) -> None:
         """Wait until so many clients are there."""
         end = time.monotonic() + seconds
         while len(self.connected()) < count:
@@ -136,7 +134,7 @@ class Nodes:
                     f"{here} of {count} nodes were there after {seconds:g} s{why}: start the others, and run this again"
                 )
             time.sleep(_POLL)
-        say(f"{len(self.connected())} nodes are there")
+        self._say(f"{len(self.connected())} nodes are there")
 
     def ask(
         self, kind: str, requests: Mapping[int, Request], read: Read, number: int, end: float | None = None

@@ -53,7 +53,7 @@ class Server:
         end = before.end if before else time.monotonic() + self._settings.rules.deadline
         known, ask = (before.known, before.lost) if before else (dict[int, Any](), tuple(cohort))
         requests, expected = dict[int, Request](), dict[int, Record]()
-        state = self._settings.initial()[1].state
+        state = self._settings.initial[1].state
         for position, client in enumerate(cohort):
             if client in ask:
                 download = take(job.download, position)
@@ -235,9 +235,9 @@ def _serve(grid: Grid, settings: FederationSettings, config: Config, name: str, 
     done = common_round([past]) if past else 0
     nodes = Nodes(grid, settings, folder, _longest(settings), say)
     say(f"federation {settings.id}: {config.method}, {config.clients} clients, round {done + 1} of {config.rounds}")
-    nodes.wait_for(settings.rules.start_nodes or config.clients, settings.rules.wait, say)
+    nodes.wait_for(settings.rules.start_nodes or config.clients, settings.rules.wait)
     server = Server(nodes, settings, _accepted(folder / "metrics.jsonl", done))
-    _, initial = settings.initial()
+    _, initial = settings.initial
     stored = Budget(config.store_memory * 2**30)  # records of clients, in memory; by default they are in a file
     unknown, everyone = {"train": None, "test": None, "entropy": None}, range(config.clients)
     run = Run(

@@ -95,8 +95,9 @@ class FederationSettings:
         """The model that all clients share."""
         return model_for(self.config, self.inputs.no_samples(self.config.dataset))
 
+    @cached_property
     def initial(self) -> tuple[Tensor, InitialState]:
-        """Return theta^0 and the state before round 1, which server and nodes compute alike."""
+        """Theta^0 and the state before round 1, which server and nodes compute alike."""
         theta = self.model.initial(self.config.seed).to(dtype_of(self.config.precision))
         return theta, self.method.init(self.model, theta, self.config.seed)
 

@@ -130,6 +130,7 @@ def work(path: Path, node: int, arguments: Sequence[str]) -> None:
         temporary = path.with_suffix(f".{os.getpid()}")
         listener.bind(str(temporary))
         listener.listen()
+        own = temporary.stat().st_ino
         temporary.replace(path)  # of two workers that start at once, the later one is found; the other one is idle
         listener.settimeout(_LOOK)
         asked = time.monotonic()
@@ -144,6 +145,9 @@ def work(path: Path, node: int, arguments: Sequence[str]) -> None:
                 values, upload = one.answer(given["kind"], given["values"], payload)
                 send_frames(connection, json.dumps(values, allow_nan=False).encode(), upload)
             asked = time.monotonic()
+        with suppress(OSError):
+            if path.stat().st_ino == own:  # and not that of a worker that was started later
+                path.unlink()
 
 
 def _is_there(process: int) -> bool:
