@@ -1,8 +1,10 @@
 """Federations on nodes for tests: settings and data files of a simulation, and a grid in this process."""
 
+import json
 from pathlib import Path
 
 import numpy as np
+import torch
 from flwr.app import Message
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
@@ -11,7 +13,9 @@ from fedobp import Config, Federation
 from fedobp.flower.messages import pack, unpack
 from fedobp.flower.node import make_node
 from fedobp.flower.project import node_arrays
+from fedobp.flower.server import serve
 from fedobp.flower.task import Inputs, Rules, make_settings, write_settings
+from fedobp.sampling import Sampler
 
 SMALL = {
     "clients": 5, "rounds": 3, "epochs": 1, "participation": 0.6, "model": "mlp", "engine": "serial", "device": "cpu",
@@ -85,3 +89,63 @@ class LocalGrid(Grid):
 
     def pull_messages(self, message_ids):
         return [self._replies.pop(one) for one in list(message_ids) if one in self._replies]
+
+
+# Five rounds of four of five clients.
+CONFIG = Config(**{**SMALL, "rounds": 5, "participation": 0.8}, method="fedobp", options={"q": 0.9})
+
+
+FILES = ("metrics.jsonl", "clients.csv", "models/global.safetensors")
+
+
+def without(monkeypatch, left_out):
+    """Let cohorts leave out clients: a mapping of a round to those that are."""
+    draw = Sampler.cohort
+
+    def cohort(self, number):
+        drawn = draw(self, number)
+        return torch.tensor([client for client in drawn.tolist() if client not in left_out.get(number, ())])
+
+    monkeypatch.setattr(Sampler, "cohort", cohort)
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "messages.jsonl").read_text().splitlines()]
+
+
+def statuses(folder: Path, *, kind: str = "train") -> set[tuple[int, int, str]]:
+    """The round, client and status of messages that were not accepted."""
+    found = [line for line in lines(folder) if line["kind"] == kind and line["status"] != "accepted"]
+    return {(line["round"], line["client"], line["status"]) for line in found}
+
+
+def sampled(number: int) -> list[int]:
+    return Sampler(Federation(CONFIG).config).cohort(number).tolist()
+
+
+def served(folder: Path, settings, answers=None, **more) -> list[str]:
+    said = []
+    serve(LocalGrid(folder, settings.config.clients, answers, **more), settings, folder / "run", said.append)
+    return said
+
+
+def equal_runs(one: Path, other: Path) -> None:
+    for name in FILES[:2]:
+        assert (one / name).read_text() == (other / name).read_text()
+    assert all((one / name).exists() for name in FILES)
+
+
+def forge(change):
+    """Return what answers a train message of round 3 with a changed payload or values."""
+
+    def answer(message, own):
+        reply = own()
+        if message.metadata.message_type != "train" or unpack(message.content)[0]["visit"][0] != 3:
+            return reply
+        return change(message, *unpack(reply.content))
+
+    return answer
+
+
+def no_answer(message, values, payload):
+    """Change an answer into none: for `forge`."""

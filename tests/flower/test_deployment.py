@@ -11,8 +11,7 @@ from fedobp import Config
 from fedobp.flower.keys import make_keys
 from fedobp.flower.local import LocalDeployment
 from fedobp.flower.project import write_app
-from flower.cases import SMALL, prepared
-from flower.test_server import equal_runs, lines, without
+from flower.cases import SMALL, equal_runs, lines, prepared, without
 
 # Puts NaN into every upload of a node: imported by each of its processes when it starts.
 HOSTILE = """
