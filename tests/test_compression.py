@@ -11,10 +11,11 @@ from test_checkpoint import SMALL, begin, contents, go_on
 
 from fedobp import Config, Federation
 from fedobp.algorithms import METHODS
-from fedobp.compression import Compressed, compressed, dequantise, inner_of, quantise, sizes_of
+from fedobp.compression import Compressed, compressed, dequantise, quantise, sizes_of
 from fedobp.method import Client, CohortUpdate, RoundContext, Sparse, Train
 from fedobp.models import Model
 from fedobp.records import take
+from fedobp.wrapped import inner_of
 
 LEVELS = ("8bit", "4bit", "sparse")
 

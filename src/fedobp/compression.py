@@ -18,9 +18,8 @@ References are in records and in client states under `sent.NAME`, the remainders
 client without samples leaves both as they are, because no server waits for its upload; so does an evaluation.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,23 +27,20 @@ from torch import Tensor
 from fedobp.importance import above
 from fedobp.method import (
     Client,
-    CohortKind,
     CohortUpdate,
     InitialState,
     Method,
     Model,
-    Predict,
     Program,
     Record,
     RoundContext,
     Sparse,
-    Sweep,
     Tensors,
-    Train,
 )
 from fedobp.models import is_statistic
 from fedobp.options import Compression
 from fedobp.records import mask_unsent, take, unsent
+from fedobp.wrapped import Wrapped, first, last
 
 _LARGEST = 127  # of a code
 _SHARE = 1 / 16  # of the entries that `sparse` sends
@@ -57,11 +53,6 @@ _NOW = "now.sent."  # what a download decodes to: in records, until `aggregate`
 def compressed(method: Method, down: Compression, up: Compression) -> Method:
     """Return a method whose messages are compressed."""
     return method if (down, up) == ("none", "none") else Compressed(method, down, up)
-
-
-def inner_of(method: Method) -> Method:
-    """Return the method that a compressed one wraps; any other is itself."""
-    return method.inner if isinstance(method, Compressed) else method
 
 
 def sizes_of(model: Model, vector: Tensor) -> list[int]:
@@ -165,45 +156,12 @@ def _next(reference: Tensors, received: Tensors, upload: Record, trained: Tensor
     return {name: torch.where(trained, after[name], old) for name, old in reference.items()}
 
 
-def _compose(*functions: Callable[[Model, Client], Client]) -> Callable[[Model, Client], Client]:
-    def composed(model: Model, client: Client) -> Client:
-        for function in functions:
-            client = function(model, client)
-        return client
-
-    return composed
-
-
 @dataclass(frozen=True)
-class Compressed(Method):
+class Compressed(Wrapped):
     """A method whose messages are compressed."""
 
-    inner: Method
     down: Compression
     up: Compression
-
-    def __post_init__(self) -> None:
-        """Be called as the inner method is, and have its options."""
-        for name in ("name", "summary", "paper", "keeps_last_model", "one_label", "options"):
-            object.__setattr__(self, name, getattr(self.inner, name))
-
-    @property
-    def sequential(self) -> bool:
-        """As the inner method."""
-        return self.inner.sequential
-
-    def cohorts(self, round: int, rounds: int) -> tuple[CohortKind, ...]:
-        """As the inner method."""
-        return self.inner.cohorts(round, rounds)
-
-    @property
-    def predict(self) -> Predict | None:
-        """As the inner method."""
-        return self.inner.predict
-
-    def hparams(self) -> dict[str, float]:
-        """As the inner method."""
-        return self.inner.hparams()
 
     def init(self, model: Model, theta: Tensor, seed: int) -> InitialState:
         """Add the references, which are what the server would send before round 1, and remainders of 0.
@@ -243,23 +201,14 @@ class Compressed(Method):
     def client_update(self, ctx: RoundContext) -> Program:
         """Decode, do what the inner method does, encode.
 
-        These are joined with its first and last functions: the random key of a phase is its position in the program,
-        and `_encode` finds what the client keeps of its upload only among values of the same call.
+        `_encode` finds what the client keeps of its upload only among values of the same call, so it is joined with the
+        inner method's last functions.
         """
-        program = list(self._decoding(self.inner.client_update(ctx)))
-        phases = [at for at, item in enumerate(program) if isinstance(item, Train | Sweep)]
-        end = phases[-1] + 1 if phases else 0
-        last: Any = program[end:]
-        return [*program[:end], _compose(*last, self._encode)]
+        return last(first(self._decode, self.inner.client_update(ctx)), self._encode)
 
     def personalize(self, ctx: RoundContext) -> Program:
         """Decode, and do what the inner method does."""
-        return self._decoding(self.inner.personalize(ctx))
-
-    def _decoding(self, program: Program) -> Program:
-        if not program or isinstance(program[0], Train | Sweep):
-            return [self._decode, *program]
-        return [_compose(self._decode, program[0]), *program[1:]]
+        return first(self._decode, self.inner.personalize(ctx))
 
     def aggregate(
         self, ctx: RoundContext, server: Tensors, records: Tensors, update: CohortUpdate

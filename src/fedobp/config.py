@@ -18,7 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from fedobp.errors import FedobpError, short, unknown
-from fedobp.options import LARGEST, Compression, KernelMode, MetricName, Option, Precision, broken_bound
+from fedobp.options import (
+    LARGEST,
+    Compression,
+    KernelMode,
+    MetricName,
+    Option,
+    Precision,
+    Prior,
+    Switch,
+    broken_bound,
+)
 from fedobp.toml import read_toml, toml_lines
 
 if TYPE_CHECKING:
@@ -36,6 +46,8 @@ PARTITION_SETTINGS = (
     "val_ratio",
     "holdout_clients",
 )
+
+_YOUNGER = ("compress_down", "compress_up", "prior", "calibrate", "average")  # than the first checkpoints
 
 _SIDE_BY_SIDE = "# Trained side by side, in this order:"
 
@@ -142,6 +154,14 @@ class Config:
         "none", "Code messages to clients: as 8-bit or about 4-bit differences, or 8-bit ones of the largest sixteenth"
     )
     compress_up: Compression = _training("none", "Code messages to the server; what a code leaves out is sent later")
+    prior: Prior = _training(
+        "off", "Put each client's label distribution into its model's bias: where it is used, or also in training"
+    )
+    calibrate: Switch = _training("off", "Fit the biases of a client's model before use, in one forward pass")
+    average: float = _training(
+        0.0, "Serve the average of the global models, with this decay a round, such as 0.95 (0: the newest)", low=0,
+        below=1,
+    )  # fmt: skip
     protocol: ProtocolName = _evaluation("default", "Last round, or paper: best of rounds 100/200/300/400, pooled")
     eval_every: int = _evaluation(None, "Rounds between evaluations (default: a twentieth of the rounds)", low=1)
     eval_clients: int | None = _evaluation(
@@ -224,8 +244,10 @@ class Config:
         Settings that are younger than others count only if they are set, so that older checkpoints can be resumed.
         """
         kept = replace(self, data_dir=None, save_models="all").to_toml()
-        for line in ('compress_down = "none"\n', 'compress_up = "none"\n'):
-            kept = kept.replace(line, "")
+        for spec in settings():
+            if spec.name in _YOUNGER and getattr(self, spec.name) == spec.default:
+                [line] = toml_lines({spec.name: spec.default})
+                kept = kept.replace(f"{line}\n", "", 1)
         return hashlib.sha256(kept.encode()).hexdigest()[:16]
 
     def to_toml(self) -> str:

@@ -15,7 +15,6 @@ from fedobp import interrupts, plugins
 from fedobp.algorithms import attributing_errors
 from fedobp.callbacks import Callback, report_end
 from fedobp.checkpoint import NEVER, Checkpoints, Interval, PastRun, common_round, note_failure, remove
-from fedobp.compression import inner_of
 from fedobp.config import Config
 from fedobp.data import FederatedData
 from fedobp.engine import (
@@ -37,6 +36,7 @@ from fedobp.models import Model
 from fedobp.result import Result
 from fedobp.run import Run
 from fedobp.sampling import evaluated_clients
+from fedobp.wrapped import inner_of
 
 T = TypeVar("T")
 Round = Generator[ClientJob, CohortUpdate | LostClients, None]

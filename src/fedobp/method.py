@@ -162,6 +162,7 @@ class RoundContext:
     global_gradient: Callable[[Tensor], Tensor] | None = None
     held_out: int = 0  # clients that never train: those with the last ids
     full_participation: bool = False  # whether the cohort is all training clients, because the method asks for them
+    serving: bool = False  # whether clients get a model to use, in an evaluation, and not one to train
 
 
 _NONE = torch.empty(0)

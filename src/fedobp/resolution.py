@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fedobp.algorithms import attributing_errors, method_class
+from fedobp.averaged import averaged
 from fedobp.compression import compressed
 from fedobp.config import PARTITION_SETTINGS, TABLES, Config, check_setting, flag
 from fedobp.data import (
@@ -28,6 +29,7 @@ from fedobp.data import (
 from fedobp.engine import vectorises
 from fedobp.errors import FedobpError, short
 from fedobp.evaluation import make_protocol
+from fedobp.label_prior import label_prior
 from fedobp.method import Method
 from fedobp.models import Model, network, network_options
 from fedobp.options import Options
@@ -121,7 +123,7 @@ def _all_options(owner: type[Options], given: Mapping[str, Any]) -> dict[str, An
 
 
 def with_method(config: Config, dataset: Dataset) -> tuple[Config, Method]:
-    """Return settings with all options of their method, and that method, whose messages are compressed as they say.
+    """Return settings with all options of their method, and that method with the parts that they name.
 
     The paper tuned q for its CNN under its partition, and only there.
     """
@@ -139,7 +141,13 @@ def with_method(config: Config, dataset: Dataset) -> tuple[Config, Method]:
     with attributing_errors(method):
         configured = method.configure(options)
     config = replace(config, options={name: getattr(configured, name) for name in names})
-    return config, compressed(configured, config.compress_down, config.compress_up)
+    if dataset.every_position and (config.prior != "off" or config.calibrate == "on"):
+        raise FedobpError(
+            f"--prior and --calibrate need one label a sample, and '{dataset.name}' predicts every next token: leave "
+            "them out"
+        )
+    own = label_prior(averaged(configured, config.average), config.prior, config.calibrate == "on")
+    return config, compressed(own, config.compress_down, config.compress_up)
 
 
 def _with_defaults(config: Config, dataset: Dataset) -> Config:

@@ -13,7 +13,7 @@ from fedobp.records import Tensors
 class ServerView(NamedTuple):
     """The server's state and records, and how jobs are made; an evaluation changes none of it."""
 
-    context: Callable[[Tensor], RoundContext]  # of some clients
+    context: Callable[[Tensor], RoundContext]  # of some clients, to serve them
     server: Tensors
     records: Store
     hparams: Mapping[str, float]

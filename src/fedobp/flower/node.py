@@ -119,7 +119,8 @@ class Node:
         pool = self._pool(values)
         if pool is None:
             return {"lost": True}, b""
-        ctx, config, method = self._context(values), self._settings.config, self._settings.method
+        config, method = self._settings.config, self._settings.method
+        ctx = replace(self._context(values), serving=True)
         download = self._download(ctx, payload, bool(values["everything"]))
         theta = dense(download, "global") if values["everything"] else None
         download.pop("global", None)
