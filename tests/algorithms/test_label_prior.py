@@ -22,8 +22,8 @@ from fedobp.records import take
 from fedobp.wrapped import inner_of
 
 # Methods whose programs are plain functions and training by cross-entropy, and that predict by one model.
-PLAIN = ("fedobp", "decoupled", "fedselect", "local", "fedavg", "fedavg-ft", "fedavg-last", "fedper", "lg-fedavg", "fedrep", "ditto", "fedbabu",
-         "pfedsim", "pspfl", "seqfededt", "fedprox", "scaffold", "fedbn")  # fmt: skip
+PLAIN = ("fedobp", "decoupled", "local", "fedavg", "fedavg-ft", "fedavg-last", "fedper", "lg-fedavg", "fedrep",
+         "fedselect", "ditto", "fedbabu", "pfedsim", "pspfl", "seqfededt", "fedprox", "scaffold", "fedbn")  # fmt: skip
 
 
 # The numbers.

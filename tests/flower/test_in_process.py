@@ -28,6 +28,16 @@ def test_compressed_messages_equal_the_simulation(method, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "parts",
+    [{"prior": "serve"}, {"prior": "train", "compress_up": "8bit"}, {"calibrate": "on", "average": 0.9}],
+    ids=str,
+)
+def test_label_priors_and_averages_equal_the_simulation(parts, tmp_path):
+    """A node makes them of its own labels; the server learns no label counts."""
+    equals_the_simulation(tmp_path, method="scaffold", rounds=4, finetune_epochs=1, **parts)
+
+
+@pytest.mark.parametrize(
     "more", [{"metrics": "loss,f1,ece,confusion"}, {"precision": "fp64"}, {"partition": "feature"}]
 )
 def test_other_settings_equal_the_simulation(more, tmp_path):
