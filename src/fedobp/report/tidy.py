@@ -1,8 +1,10 @@
 """Results as tidy rows: one for each run and each model that its clients are tested with."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedobp.config import Config
 from fedobp.csv_rows import read_rows
 from fedobp.plugins import label
 
@@ -10,8 +12,9 @@ if TYPE_CHECKING:
     from fedobp.saved_runs import SavedRun
 
 MODELS = {"served": "accuracy", "last": "last", "finetuned": "finetuned"}  # by their names in result.json
+PARTS = ("prior", "calibrate", "average", "compress_down", "compress_up")  # settings that any method may have
 TEXTS = (
-    "run", "method", "mode", "dataset", "partition", "protocol", "model", "options", "network", "config_hash",
+    "run", "method", "mode", "dataset", "partition", "protocol", "model", "options", "parts", "network", "config_hash",
     "partition_hash", "fedobp", "torch", "triton", "python", "device", "precision",
 )  # fmt: skip
 
@@ -27,7 +30,8 @@ def tidy_rows(run: "SavedRun") -> list[dict[str, Any]]:
         "visit_passes": result["compute"]["visit"],
         "use_passes": result["compute"]["use"],
         "seconds": result.get("seconds"),
-        "options": ";".join(f"{name}={value}" for name, value in config.options.items()),
+        "options": _pairs(config.options),
+        "parts": _pairs({name: value for name in PARTS if (value := getattr(config, name)) != getattr(Config, name)}),
         "network": label(config.model),
         "clients": config.clients,
         "participation": config.participation,
@@ -40,6 +44,10 @@ def tidy_rows(run: "SavedRun") -> list[dict[str, Any]]:
     return [
         {**_head(run), "model": model, "rounds": config.rounds, **values, **after} for model, values in columns.items()
     ]
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ";".join(f"{name}={value}" for name, value in values.items())
 
 
 def history_rows(run: "SavedRun") -> list[dict[str, Any]]:
