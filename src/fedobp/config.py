@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 from fedobp.errors import FedobpError, short, unknown
 from fedobp.options import (
     LARGEST,
+    Calibrate,
     Compression,
     KernelMode,
     MetricName,
     Option,
     Precision,
     Prior,
-    Switch,
     broken_bound,
 )
 from fedobp.toml import read_toml, toml_lines
@@ -157,10 +157,12 @@ class Config:
     prior: Prior = _training(
         "off", "Put each client's label distribution into its model's bias: where it is used, or also in training"
     )
-    calibrate: Switch = _training("off", "Fit the biases of a client's model before use, in one forward pass")
+    calibrate: Calibrate = _training(
+        "off", "Fit the last layer before use, in one forward pass: its bias, or also entries that a score test chooses"
+    )
     average: float = _training(
-        0.0, "Serve the average of the global models, with this decay a round, such as 0.95 (0: the newest)", low=0,
-        below=1,
+        0.0, "Serve an average of the last global models, of this share of the rounds, such as 0.05 (0: the newest)",
+        low=0, high=1,
     )  # fmt: skip
     protocol: ProtocolName = _evaluation("default", "Last round, or paper: best of rounds 100/200/300/400, pooled")
     eval_every: int = _evaluation(None, "Rounds between evaluations (default: a twentieth of the rounds)", low=1)

@@ -9,14 +9,12 @@ method again. Label counts do not leave the client, and the server sends and rec
 - prior=train: also while the client trains, and taken off again before the upload. The loss is plain cross-entropy, so
   the fast path stays; its gradient is that of the balanced softmax (logit adjustment). The anchor of a proximal term is
   shifted, too.
-- calibrate: instead of log p_i, biases b are fitted, with a temperature, on the logits z of the client's n training
-  samples: one forward pass, and a convex problem in K + 1 numbers,
-
-      min over a, b of  sum_i CE(a z_i + b, y_i)  -  1/2 sum_c log softmax(b)_c  +  K v / 4 (a - 1)^2.
-
-  The second term is the pseudo-count of 1/2 for each class, of samples whose inputs say nothing; the third holds the
-  temperature with the same K/2 samples, v being the mean variance of a sample's logits. Only b / a is kept: it gives
-  the same labels as a z + b, with K numbers. For uninformative inputs b is log p_i.
+- calibrate=bias: instead of log p_i, biases b are fitted with a scale a on the logits of the client's training samples
+  (`calibration.fit_biases`): one forward pass, and a convex problem. Only b / a is kept: it gives the same labels as
+  a z + b, with K numbers. For uninformative inputs b is log p_i.
+- calibrate=head: then entries of the head's weight that a score test finds to need a value of their own are fitted, too
+  (`calibration.fit_head`), so that a client keeps at most a thousandth of the model. Where clients differ in their
+  labels alone, the test finds few.
 """
 
 from collections.abc import Sequence
@@ -26,8 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from fedobp.calibration import fit_biases, fit_head, log_prior, offset_of
 from fedobp.errors import FedobpError
 from fedobp.method import (
     Batch,
@@ -40,79 +38,46 @@ from fedobp.method import (
     Sweep,
     Train,
 )
-from fedobp.models import sample_losses
-from fedobp.options import Prior
+from fedobp.options import Calibrate, Prior
 from fedobp.wrapped import Function, Wrapped, compose, last
 
-_PSEUDO_COUNT = 0.5  # of each class
-_SMALLEST_SCALE = 1e-3
-_NEWTON_STEPS = 12
-_LENGTHS = (1.0, 0.5, 0.2, 0.05, 0.0)  # of a Newton step, of which the best is taken
+_LARGEST_SHARE = 1000  # a client keeps at most one entry in so many
 
 
-def label_prior(method: Method, prior: Prior, calibrate: bool) -> Method:
+def label_prior(method: Method, prior: Prior, calibrate: Calibrate) -> Method:
     """Return a method that uses the client's label distribution."""
-    if calibrate and prior == "serve":
-        raise FedobpError("--calibrate on fits the biases that --prior serve would add: leave out one of them")
-    return method if prior == "off" and not calibrate else LabelPrior(method, prior, calibrate)
+    if calibrate != "off" and prior == "serve":
+        raise FedobpError(
+            f"--calibrate {calibrate} fits the biases that --prior serve would add: leave out one of them"
+        )
+    return method if (prior, calibrate) == ("off", "off") else LabelPrior(method, prior, calibrate)
 
 
-def log_prior(counts: Tensor) -> Tensor:
-    """Return log(K p_i) of label counts [..., K]; it is 0 for a client without samples."""
-    filled = counts.double() + _PSEUDO_COUNT
-    return (filled / filled.mean(dim=-1, keepdim=True)).log()
+def _fit_biases(model: Model, client: Client, batch: Batch) -> Client:
+    offset = offset_of(*fit_biases(model.logits(client.theta, batch.x), batch.y, batch.weight))
+    return client.set(offset=offset.to(client.theta.dtype))
 
 
-def calibration(logits: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a and b of the convex problem above, for logits [n, K]; samples of weight 0 do not count.
-
-    Newton's method: the problem has K + 1 numbers. The best of a few step lengths is taken, so the objective never
-    rises.
-    """
-    z, k = logits.double(), logits.shape[-1]
-    z = z - z.mean(dim=-1, keepdim=True)
-    w, target = weight.double(), functional.one_hot(y, k).to(z.dtype)
-    v = (z.square().mean(dim=-1) * w).sum() / w.sum().clamp(min=1)
-    held = _PSEUDO_COUNT * k * v
-    # From a scale at which no softmax is saturated, where Newton's steps would be too long.
-    a, b = 1 / v.sqrt().clamp(min=1), z.new_zeros(k)
-
-    def objective(a: Tensor, b: Tensor) -> Tensor:
-        fit = (sample_losses(a * z + b, y) * w).sum()
-        return fit - _PSEUDO_COUNT * b.log_softmax(-1).sum() + held / 2 * (a - 1).square()
-
-    for _ in range(_NEWTON_STEPS):
-        p, q = (a * z + b).softmax(-1) * w[:, None], b.softmax(-1)
-        rest, mean = p - target * w[:, None], (p * z).sum(dim=-1, keepdim=True)
-        slope = torch.cat([rest.sum(0) + _PSEUDO_COUNT * (k * q - 1), ((rest * z).sum() + held * (a - 1))[None]])
-        # p has the weight in it once, and weights are 0 or 1: products of two are right.
-        of_b = torch.diag(p.sum(0) + _PSEUDO_COUNT * k * q) - p.T @ p - _PSEUDO_COUNT * k * torch.outer(q, q)
-        of_both = (p * (z - mean)).sum(0)
-        of_a = (p * z * (z - mean)).sum() + held
-        # A constant in b changes nothing: 1 / K in all its entries makes the matrix regular, and b sum to 0.
-        curvature = torch.cat([
-            torch.cat([of_b + 1 / k, of_both[:, None]], dim=1),
-            torch.cat([of_both, of_a[None] + 1e-9])[None],
-        ])  # fmt: skip
-        step = torch.linalg.solve(curvature, slope)
-        tried = torch.stack([objective(a - t * step[k], b - t * step[:k]) for t in _LENGTHS])
-        length = z.new_tensor(_LENGTHS)[tried.argmin()]
-        a, b = a - length * step[k], b - length * step[:k]
-    return a, b
+def _fit_head(model: Model, client: Client, batch: Batch) -> Client:
+    weight, bias = model.head(client.theta)
+    most = max(1, len(client.theta) // _LARGEST_SHARE - len(bias))
+    fit = fit_head(model.features(client.theta, batch.x), batch.y, batch.weight, weight, bias, most)
+    dtype = client.theta.dtype
+    return client.set(offset=fit.bias.to(dtype), change=fit.weight.to(dtype), chosen=fit.chosen)
 
 
-def _fit(model: Model, client: Client, batch: Batch) -> Client:
-    a, b = calibration(model.logits(client.theta, batch.x), batch.y, batch.weight)
-    # Where logits rank labels wrongly, a is not positive, and labels follow b alone.
-    return client.set(offset=b / a.clamp(min=_SMALLEST_SCALE))
+def _no_fit(model: Model, client: Client) -> Client:
+    """Start from the model as it is: a client without samples stays there."""
+    weight, bias = model.head(client.theta)
+    chosen = torch.zeros_like(weight, dtype=torch.bool)
+    return client.set(offset=torch.zeros_like(bias), change=torch.zeros_like(weight), chosen=chosen)
+
+
+FITS = {"bias": _fit_biases, "head": _fit_head}
 
 
 def _prior_offset(model: Model, client: Client) -> Client:
-    return client.set(offset=log_prior(client.data["counts"]))
-
-
-def _no_offset(model: Model, client: Client) -> Client:
-    return client.set(offset=client.theta.new_zeros(model.classes))
+    return client.set(offset=log_prior(client.data["counts"]).to(client.theta.dtype))
 
 
 def _shifted(model: Model, theta: Tensor, offset: Tensor) -> Tensor:
@@ -122,11 +87,14 @@ def _shifted(model: Model, theta: Tensor, offset: Tensor) -> Tensor:
 
 
 def _serve(model: Model, client: Client) -> Client:
-    """Use the model with the offset in its bias; these entries are the client's own."""
-    theta = client.theta
-    mine = client.scratch.get("mine", torch.zeros_like(theta, dtype=torch.bool))
-    own = model.layout.mask(lambda name: name == "classifier.bias", theta.device)
-    return client.set(theta=_shifted(model, theta, client.scratch["offset"]), mine=mine | own)
+    """Use the model with the offset in its bias, and with fitted entries; these entries are the client's own."""
+    theta, scratch = client.theta, client.scratch
+    weight, bias = model.head(theta)
+    chosen = scratch.get("chosen", torch.zeros_like(weight, dtype=torch.bool))
+    mine = scratch.get("mine", torch.zeros_like(theta, dtype=torch.bool))
+    own = model.with_head(torch.zeros_like(theta, dtype=torch.bool), chosen, torch.ones_like(bias, dtype=torch.bool))
+    weight = weight + scratch["change"] if "change" in scratch else weight
+    return client.set(theta=model.with_head(theta, weight, bias + scratch["offset"]), mine=mine | own)
 
 
 def _shift(names: Sequence[str], sign: int) -> Function:
@@ -163,7 +131,7 @@ class LabelPrior(Wrapped):
     """A method that uses each client's label distribution."""
 
     prior: Prior
-    calibrate: bool
+    calibrate: Calibrate
 
     def __post_init__(self) -> None:
         """With prior=train, the inner method's state holds models without the offset: the last one is kept apart."""
@@ -191,8 +159,8 @@ class LabelPrior(Wrapped):
     def personalize(self, ctx: RoundContext) -> Program:
         """Make the model as the inner method does; then put log p_i, or fitted biases, into its bias."""
         program = list(self.inner.personalize(ctx))
-        if self.calibrate:
-            return [*last(program, _no_offset), Sweep(_fit, whole=True), _serve]
+        if self.calibrate != "off":
+            return [*last(program, _no_fit), Sweep(FITS[self.calibrate], whole=True), _serve]
         phases = [at for at, item in enumerate(program) if isinstance(item, Train)]
         start = phases[0] if phases else len(program)
         return [*last(program[:start], compose(_prior_offset, _serve)), *program[start:]]

@@ -141,12 +141,12 @@ def with_method(config: Config, dataset: Dataset) -> tuple[Config, Method]:
     with attributing_errors(method):
         configured = method.configure(options)
     config = replace(config, options={name: getattr(configured, name) for name in names})
-    if dataset.every_position and (config.prior != "off" or config.calibrate == "on"):
+    if dataset.every_position and (config.prior != "off" or config.calibrate != "off"):
         raise FedobpError(
             f"--prior and --calibrate need one label a sample, and '{dataset.name}' predicts every next token: leave "
             "them out"
         )
-    own = label_prior(averaged(configured, config.average), config.prior, config.calibrate == "on")
+    own = label_prior(averaged(configured, config.average), config.prior, config.calibrate)
     return config, compressed(own, config.compress_down, config.compress_up)
 
 

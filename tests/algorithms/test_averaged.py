@@ -14,32 +14,37 @@ from fedobp.method import CohortUpdate
 from fedobp.wrapped import inner_of
 
 
-def rounds(decay, *uploads):
+def rounds(share, *uploads):
     """Aggregate one client's uploads, round by round; return method and server state."""
-    method, ctx = averaged(METHODS["fedavg"](), decay), context(0)
+    method = averaged(METHODS["fedavg"](), share)
     server, records, _ = method.init(None, vector(9, 9), 0)
-    for upload in uploads:
+    for number, upload in enumerate(uploads, start=1):
         update = CohortUpdate({"theta": upload[None]}, torch.tensor([5]), 5)
-        server, records = method.aggregate(ctx, server, records, update)
+        server, records = method.aggregate(context(0, round=number), server, records, update)
     return method, server
 
 
 @pytest.mark.essential
 def test_two_rounds_by_hand():
-    """A_2 = (theta_2 + d theta_1) / (1 + d): theta^0 has no weight."""
-    method, server = rounds(0.5, vector(4, 0), vector(1, 3))
-    torch.testing.assert_close(server["theta"], vector(2, 2))
-    assert server["newest"].tolist() == [1, 3]
-    for serving, sent in ((False, [1, 3]), (True, [2, 2])):
+    """The second step is 1 / (1 + 1/2): a third of theta_1 is left, and nothing of theta^0."""
+    method, server = rounds(0.5, vector(3, 0), vector(0, 3))
+    torch.testing.assert_close(server["theta"], vector(1, 2))
+    assert server["newest"].tolist() == [0, 3]
+    for serving, sent in ((False, [0, 3]), (True, [1, 2])):
         download, _ = method.download(replace(context(0), serving=serving), server, {})
         torch.testing.assert_close(download["theta"], vector(*sent)[None])
 
 
-def test_after_many_rounds_it_is_the_normalised_sum():
+def test_a_share_of_1_is_the_mean_of_all_rounds():
     models = [torch.randn(2, generator=torch.Generator().manual_seed(at)) for at in range(30)]
-    _, server = rounds(0.9, *models)
-    weights = torch.tensor([0.9 ** (29 - at) for at in range(30)])
-    torch.testing.assert_close(server["theta"], (weights @ torch.stack(models)) / weights.sum())
+    _, server = rounds(1.0, *models)
+    torch.testing.assert_close(server["theta"], torch.stack(models).mean(dim=0))
+
+
+def test_it_reaches_back_a_share_of_the_rounds():
+    """Models that count their round: the mean age of what is in the average is about t s (1 - s)."""
+    _, server = rounds(0.05, *(vector(number, 0) for number in range(1, 401)))
+    assert 400 - float(server["theta"][0]) == pytest.approx(400 * 0.05, rel=0.1)
 
 
 def test_it_wraps_a_method():
@@ -54,7 +59,7 @@ def test_it_wraps_a_method():
 @pytest.mark.parametrize("engine", ["serial", "lanes"])
 def test_training_and_traffic_stay_and_clients_are_served_the_average(engine):
     config = Config(**SMALL, method="fedavg", engine=engine)
-    plain, other = (Federation(replace(config, average=decay)).run() for decay in (0.0, 0.8))
+    plain, other = (Federation(replace(config, average=share)).run() for share in (0.0, 0.8))
     assert other.last == plain.last
     assert other.bytes == plain.bytes
     assert other.accuracy != plain.accuracy
@@ -76,10 +81,3 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(method, tmp_path):
     begin(config, tmp_path / "cut")
     assert go_on(config, tmp_path / "cut") == [4, 5, 6]
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
-
-
-def test_a_new_client_trains_the_newest_model_and_uses_the_average():
-    """With one local epoch at a tiny learning rate, the model that it trains is what it was sent."""
-    config = Config(**{**SMALL, "rounds": 2, "lr": 1e-9}, method="fedavg-last", average=0.9, holdout_clients=1)
-    result = Federation(replace(config, lr=0.01)).run()
-    assert result.new_clients is not None

@@ -29,7 +29,7 @@ def test_compressed_messages_equal_the_simulation(method, tmp_path):
 
 @pytest.mark.parametrize(
     "parts",
-    [{"prior": "serve"}, {"prior": "train", "compress_up": "8bit"}, {"calibrate": "on", "average": 0.9}],
+    [{"prior": "serve"}, {"prior": "train", "compress_up": "8bit"}, {"calibrate": "head", "average": 0.9}],
     ids=str,
 )
 def test_label_priors_and_averages_equal_the_simulation(parts, tmp_path):

@@ -15,6 +15,7 @@ from fedobp.algorithms.fedbabu import FedBABU
 from fedobp.algorithms.fedbn import FedBN
 from fedobp.algorithms.feddpa import FedDPA
 from fedobp.algorithms.fedobp import FedOBP
+from fedobp.algorithms.fedobp_auto import FedOBPAuto
 from fedobp.algorithms.fedpac import FedPAC
 from fedobp.algorithms.fedper import FedPer
 from fedobp.algorithms.fedprox import FedProx
@@ -65,6 +66,7 @@ METHODS: dict[str, type[Method]] = {
         FedProx,
         Scaffold,
         FedBN,
+        FedOBPAuto,
     )
 }
 

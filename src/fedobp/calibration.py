@@ -1,0 +1,162 @@
+"""Fits the last layer of a global model to one client: biases, and the few entries whose score says that they need it.
+
+Pure functions on one client's n samples with weights w (0 for padding, else 1). All problems are convex, and need the
+features of one forward pass only.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fedobp.models import sample_losses
+
+PSEUDO_COUNT = 0.5  # of each class: Jeffreys' prior
+_NEWTON_STEPS = 12
+_CG_STEPS = 20  # of conjugate gradients, in a Newton step with many numbers
+_LENGTHS = (1.0, 0.5, 0.2, 0.05, 0.0)  # of a Newton step, of which the best is taken
+_SMALLEST_SCALE = 1e-3
+_HELD = 0.1  # samples, with whose weight an entry of the head is held at the global value
+
+Pair = tuple[Tensor, Tensor]
+
+
+def log_prior(counts: Tensor) -> Tensor:
+    """Return log(K p) of label counts [..., K], with the pseudo-count; it is 0 without samples."""
+    filled = counts.double() + PSEUDO_COUNT
+    return (filled / filled.mean(dim=-1, keepdim=True)).log()
+
+
+def fit_biases(logits: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scale a and the biases b that fit logits [n, K] best.
+
+        min over a, b of  sum_i CE(a z_i + b, y_i)  -  1/2 sum_c log softmax(b)_c  +  K v / 4 (a - 1)^2
+
+    The second term is half a sample of each class whose input says nothing; the third holds a near 1 with the weight of
+    the same K/2 samples, v being the mean variance of a sample's logits. Newton's method: there are K + 1 numbers. The
+    best of a few step lengths is taken, so the objective never rises.
+    """
+    z, k = logits.double(), logits.shape[-1]
+    z = z - z.mean(dim=-1, keepdim=True)
+    w, target = w.double(), functional.one_hot(y, k).to(z.dtype)
+    v = (z.square().mean(dim=-1) * w).sum() / w.sum().clamp(min=1)
+    held = PSEUDO_COUNT * k * v
+    # From a scale at which no softmax is saturated, where Newton's steps would be too long.
+    a, b = 1 / v.sqrt().clamp(min=1), z.new_zeros(k)
+
+    def objective(a: Tensor, b: Tensor) -> Tensor:
+        fit = (sample_losses(a * z + b, y) * w).sum()
+        return fit - PSEUDO_COUNT * b.log_softmax(-1).sum() + held / 2 * (a - 1).square()
+
+    for _ in range(_NEWTON_STEPS):
+        p, q = (a * z + b).softmax(-1) * w[:, None], b.softmax(-1)
+        rest, mean = p - target * w[:, None], (p * z).sum(dim=-1, keepdim=True)
+        slope = torch.cat([rest.sum(0) + PSEUDO_COUNT * (k * q - 1), ((rest * z).sum() + held * (a - 1))[None]])
+        # p has the weight in it once, and weights are 0 or 1: products of two are right.
+        of_b = torch.diag(p.sum(0) + PSEUDO_COUNT * k * q) - p.T @ p - PSEUDO_COUNT * k * torch.outer(q, q)
+        of_both = (p * (z - mean)).sum(0)
+        of_a = (p * z * (z - mean)).sum() + held
+        # A constant in b changes nothing: 1 / K in all its entries makes the matrix regular, and b sum to 0.
+        curvature = torch.cat([
+            torch.cat([of_b + 1 / k, of_both[:, None]], dim=1),
+            torch.cat([of_both, of_a[None] + 1e-9])[None],
+        ])  # fmt: skip
+        step = torch.linalg.solve(curvature, slope)
+        length = _best([objective(a - t * step[k], b - t * step[:k]) for t in _LENGTHS])
+        a, b = a - length * step[k], b - length * step[:k]
+    return a, b
+
+
+def offset_of(a: Tensor, b: Tensor) -> Tensor:
+    """Return b / a: it gives the labels of a z + b. Where logits rank labels wrongly (a <= 0), b decides alone."""
+    return b / a.clamp(min=_SMALLEST_SCALE)
+
+
+def _best(objectives: list[Tensor]) -> Tensor:
+    """Return the step length with the smallest objective."""
+    return objectives[0].new_tensor(_LENGTHS)[torch.stack(objectives).argmin()]
+
+
+class HeadFit(NamedTuple):
+    """What is added to a linear classifier, and which entries of its weight are changed."""
+
+    weight: Tensor  # [K, D], 0 where an entry is not chosen
+    bias: Tensor  # [K]
+    chosen: Tensor  # bool [K, D]
+
+
+def fit_head(features: Tensor, y: Tensor, w: Tensor, weight: Tensor, bias: Tensor, most: int) -> HeadFit:
+    """Fit biases, choose entries of the weight by their score statistic, and fit these with the biases again.
+
+    With the fitted biases in place, entry (c, j) has the gradient g = sum_i r_ic f_ij of the loss, r = p - y, and the
+    statistic g^2 / sum_i (r_ic f_ij)^2, which is chi-squared with one degree of freedom if the entry needs no value of
+    its own. Chosen are entries above 2 ln(K D), the largest that K D of them would have by chance, at most `most`. Then
+
+        min over d, e of  sum_i CE(a (z_i + d f_i + o + e), y_i) - 1/2 sum_c log softmax(a (o + e))_c + a^2 s / 2 |d|^2
+
+    with a and o = b / a from the fitted biases, and s the mean square of a feature, times h: each entry is held at the
+    global value with the weight of h samples.
+    """
+    f, w, k = features.double(), w.double(), len(bias)
+    z = f @ weight.double().T + bias.double()
+    a, b = fit_biases(z, y, w)
+    o, a, target = offset_of(a, b), a.clamp(min=_SMALLEST_SCALE), functional.one_hot(y, k).to(f.dtype)
+    rest = ((a * (z + o)).softmax(-1) - target) * w[:, None]
+    statistic = (rest.T @ f).square() / (rest.square().T @ f.square()).clamp(min=1e-30)
+    largest = statistic.flatten().topk(min(most, statistic.numel())).values[-1]
+    chosen = (statistic >= largest) & (statistic > 2 * math.log(statistic.numel()))
+    held = _HELD * a.square() * (f.square().mean(dim=-1) * w).sum() / w.sum().clamp(min=1)
+    d, e = torch.zeros_like(statistic), torch.zeros_like(o)
+
+    def objective(d: Tensor, e: Tensor) -> Tensor:
+        fit = (sample_losses(a * (z + f @ d.T + o + e), y) * w).sum()
+        return fit - PSEUDO_COUNT * (a * (o + e)).log_softmax(-1).sum() + held / 2 * d.square().sum()
+
+    for _ in range(_NEWTON_STEPS):
+        p, q = (a * (z + f @ d.T + o + e)).softmax(-1), (a * (o + e)).softmax(-1)
+        rest = (p - target) * w[:, None]
+        slope_d = torch.where(chosen, a * rest.T @ f + held * d, 0)
+        slope_e = a * (rest.sum(0) + PSEUDO_COUNT * (k * q - 1))
+
+        def curvature(u: Tensor, v: Tensor, p: Tensor = p, q: Tensor = q) -> tuple[Tensor, Tensor]:
+            change = a * (f @ u.T + v)
+            moved = p * (change - (p * change).sum(dim=-1, keepdim=True)) * w[:, None]
+            pseudo = PSEUDO_COUNT * k * a.square() * q * (v - (q * v).sum())
+            of_d = torch.where(chosen, a * moved.T @ f + held * u, 0)
+            return of_d, a * moved.sum(0) + pseudo + v.mean()  # the mean: a constant in e changes nothing
+
+        spread = p * (1 - p) * w[:, None]
+        scales = (
+            a.square() * spread.T @ f.square() + held,
+            a.square() * (spread.sum(0) + PSEUDO_COUNT * k * q * (1 - q)) + 1 / k,
+        )
+        step_d, step_e = _solve(curvature, (slope_d, slope_e), scales)
+        length = _best([objective(d - t * step_d, e - t * step_e) for t in _LENGTHS])
+        d, e = d - length * step_d, e - length * step_e
+    return HeadFit(d, o + e, chosen)
+
+
+def _solve(curvature: Callable[[Tensor, Tensor], Pair], slope: Pair, scales: Pair) -> Pair:
+    """Return an approximate solution x of curvature(x) = slope: conjugate gradients, scaled by the diagonal."""
+
+    def dot(one: Pair, other: Pair) -> Tensor:
+        return sum(((u * v).sum() for u, v in zip(one, other, strict=True)), slope[1].new_zeros(()))
+
+    def moved(one: Pair, by: Tensor, other: Pair) -> Pair:
+        return one[0] + by * other[0], one[1] + by * other[1]
+
+    x: Pair = (torch.zeros_like(slope[0]), torch.zeros_like(slope[1]))
+    rest = slope
+    scaled: Pair = (rest[0] / scales[0], rest[1] / scales[1])
+    direction, size = scaled, dot(rest, scaled)
+    for _ in range(_CG_STEPS):
+        bent = curvature(*direction)
+        length = size / dot(direction, bent).clamp(min=1e-300)
+        x, rest = moved(x, length, direction), moved(rest, -length, bent)
+        scaled = (rest[0] / scales[0], rest[1] / scales[1])
+        before, size = size, dot(rest, scaled)
+        direction = moved(scaled, size / before.clamp(min=1e-300), direction)
+    return x
