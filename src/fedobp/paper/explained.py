@@ -13,7 +13,10 @@ entries are replaced: the global model with b_i, and with log p_i, on the client
 
 A global model has a class bias of its own, which favours the labels of the last cohorts. The best bias takes it off:
 log p_i(c) - log p_g(c), with a p_g that is not known, but the same for all clients. So both are also compared without
-their means over clients. If the entries are this bias and nothing else, the slope is 1.
+their means over clients. If the entries are this bias and nothing else, the slope is 1. The global model's own bias is
+also estimated by itself: a bias that is the same for all clients takes it off if with it each class is predicted as
+often as it occurs in all clients' training samples. With it and log p_i(c) / p(c), p the shares of all labels, a client
+has its K numbers without any personal entry.
 
 Two rules choose S: FedOBP's quantile, and |d| > 20 rms(d). Both choose from the clients' last models of one run.
 """
@@ -53,15 +56,18 @@ RULES = {"quantile": "FedOBP's quantile", "rms": "20 rms"}
 BIASES = {"classifier": "of the classifier's entries", "all": "of all entries"}
 ACCURACIES = {
     "global": "global model",
+    "unbiased": "without its own class bias",
     "served": "with its personal entries",
     "head": "with those of the classifier",
     "bias_all": "with the bias of all",
     "bias_classifier": "with the bias of the classifier's",
     "prior": "with log p",
+    "prior_unbiased": "the same without its class bias",
     "last": "own last model",
 }
 _RMS = 20  # the rms rule's factor
 _CHUNK = 500  # samples at once
+_STEPS = 200  # of the iteration for a common bias
 
 
 class Trained(NamedTuple):
@@ -117,6 +123,14 @@ def log_prior(counts: Tensor) -> Tensor:
     return (counts / counts.sum(dim=-1, keepdim=True)).log()
 
 
+def common_bias(logits: Tensor, log_shares: Tensor) -> Tensor:
+    """Return the bias, the same for all samples, with which the mean over samples of p(c) is the share of class c."""
+    bias = torch.zeros_like(log_shares)
+    for _ in range(_STEPS):
+        bias += log_shares - (logits + bias).softmax(dim=1).mean(dim=0).log()
+    return bias
+
+
 def centred(values: Tensor) -> Tensor:
     """Return values minus their mean over the last axis, the classes: adding one number to all logits does nothing."""
     return values - values.mean(dim=-1, keepdim=True)
@@ -130,12 +144,19 @@ def correlation(a: Tensor, b: Tensor) -> float | None:
 
 
 def explain_client(
-    model: Model, theta: Tensor, last: Tensor, mine: Tensor, counts: Tensor, train: Tensor, test: tuple[Tensor, Tensor]
+    model: Model,
+    theta: Tensor,
+    last: Tensor,
+    mine: Tensor,
+    given: Mapping[str, Tensor],
+    train: Tensor,
+    test: tuple[Tensor, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, int], tuple[float, float]]:
     """Return a client's biases, how many test samples each model gets right, and the change of the logits.
 
-    The change: the sum over training samples of the squares of what the personal entries add to the (centred) logits,
-    and the part of it that is the same for all samples, which a bias can replace.
+    `given` are biases to test beside those of the personal entries. The change: the sum over training samples of the
+    squares of what the personal entries add to the (centred) logits, and the part of it that is the same for all
+    samples, which a bias can replace.
     """
     d = torch.where(mine, last - theta, 0.0)
     head = torch.where(model.layout.is_head(d.device), d, 0.0)
@@ -147,10 +168,9 @@ def explain_client(
         "global": base,
         "served": logits_of(model, torch.where(mine, last, theta), x),
         "head": logits_of(model, theta + head, x),
-        "bias_all": base + biases["all"],
-        "bias_classifier": base + biases["classifier"],
-        "prior": base + log_prior(counts).to(base),
         "last": logits_of(model, last, x),
+        **{f"bias_{name}": base + bias for name, bias in biases.items()},
+        **{name: base + bias for name, bias in given.items()},
     }
     right = {name: int((of.argmax(dim=1) == y).sum()) for name, of in logits.items()}
     total, same = (float(centred(one).double().square().sum()) for one in (change, biases["all"]))
@@ -162,20 +182,25 @@ def explain(trained: Trained, mine: Tensor) -> tuple[Row, list[Row]]:
     model, data, theta = trained.model, trained.data, trained.theta
     right, samples, changes = dict.fromkeys(ACCURACIES, 0), 0, np.zeros(2)
     kept: dict[int, Mapping[str, Tensor]] = {}
+    priors, shares, ids = (
+        log_prior(data.label_counts),
+        log_prior(data.label_counts.sum(dim=0)),
+        data.pooled_ids("train"),
+    )
+    common = common_bias(torch.cat([logits_of(model, theta, data.samples(some)) for some in ids.split(_CHUNK)]), shares)
     for client in range(trained.config.clients):
         test = data.inputs(client, "test"), data.targets(client, "test")
-        inputs, counts = data.inputs(client, "train"), data.counts(client)
-        biases, hits, change = explain_client(model, theta, trained.last[client], mine[client], counts, inputs, test)
+        given = {"unbiased": common, "prior": priors[client], "prior_unbiased": common + priors[client] - shares}
+        inputs, last, own = data.inputs(client, "train"), trained.last[client], mine[client]
+        biases, hits, change = explain_client(model, theta, last, own, given, inputs, test)
         right = {name: right[name] + hits[name] for name in right}
         samples, changes = samples + len(test[1]), changes + change
-        if mine[client].any():  # the others have no bias to compare
-            kept[client] = {"log_prior": log_prior(counts), **biases}
-    personal, of_head = (
-        float((mine & part).sum()) for part in (torch.ones_like(theta, dtype=torch.bool), model.layout.is_head())
-    )
+        if own.any():  # the others have no bias to compare
+            kept[client] = {"log_prior": priors[client], **biases}
+    personal, of_head = int(mine.sum()), int((mine & model.layout.is_head(mine.device)).sum())
     row: Row = {"personal_mean": personal / len(mine), "in_classifier": of_head / personal if personal else None}
     stacked = {
-        name: centred(torch.stack([one[name].double() for one in kept.values()] or [torch.zeros(data.classes)]))
+        name: centred(torch.stack([one[name].double() for one in kept.values()] or [torch.zeros_like(shares)]))
         for name in ("log_prior", *BIASES)
     }
     between = {name: of - of.mean(dim=0) for name, of in stacked.items()}
@@ -252,8 +277,9 @@ def tables(setting: Setting, files: Files) -> list[Table]:
         ["dataset", "alpha", "entries chosen by", *ACCURACIES.values()],
         notes=["All but the last are the global model of one run of FedOBP, and what stands there added for each "
                "client: its personal entries, or one number for each class. p: the client's share of each label, with "
-               "1/2 added to each count. Both rules choose from the clients' last models of that run, which was "
-               "trained with the quantile."],
+               "1/2 added to each count. Own class bias: taken off by one bias for all clients, with which each class "
+               "is predicted as often as it occurs in all training samples. Both rules choose from the clients' last "
+               "models of that run, which was trained with the quantile."],
     )  # fmt: skip
     measured = ("correlation_classifier", "correlation_all", "between_classifier", "between_all", "slope")
     for dataset, alpha in setting.cells():
@@ -273,9 +299,9 @@ def tables(setting: Setting, files: Files) -> list[Table]:
 
 def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
     """Draw the bias of the entries against log p, and the accuracies, for FedOBP's rule and the rms rule."""
-    figure, axes = panels(len(setting.cells()), 3, height=2.4, width_ratios=(1, 1, 1.3))
+    figure, axes = panels(len(setting.cells()), 3, height=2.6, width_ratios=(1, 1, 1.3))
     for line, (dataset, alpha) in zip(axes, setting.cells(), strict=True):
-        line[0].set_ylabel("bias of the entries")
+        line[0].set_ylabel("bias of the entries, likewise")
         for at, (rule, text) in enumerate(RULES.items()):
             rows = where(files["results"], dataset=dataset, alpha=alpha, rule=rule)
             points = where(files["classes"], dataset=dataset, alpha=alpha, rule=rule)
@@ -285,14 +311,13 @@ def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
             line[at].plot(*shown, ".", color=colour, markersize=2.5, alpha=0.5, rasterized=True)
             ends = [float(shown[0].min()), float(shown[0].max())]
             line[at].plot(ends, ends, color="#777777", linewidth=0.8, linestyle="--", label="slope 1")
-            line[at].set_title(f"{title(dataset)}, Dir({alpha:g}), {text}: r = {mean_of(rows, 'between_all')}")
-            line[at].set_xlabel("log p")
+            line[at].set_title(f"{title(dataset)}, Dir({alpha:g})\n{text}, r = {mean_of(rows, 'between_all')}")
+            line[at].set_xlabel("log p, without mean over clients")
             names, means = list(ACCURACIES), [mean_of(rows, name) for name in ACCURACIES]
             places = np.arange(len(names)) + 0.38 * (at - 0.5)
             line[2].barh(places, [one.mean for one in means if one], height=0.36, color=colour, label=text)
             line[2].set_yticks(range(len(names)), list(ACCURACIES.values()))
-            lowest = min(one.mean for one in means if one)
-            line[2].set(xlim=(max(0.0, lowest - 10), 100), xlabel="accuracy, per cent", ylim=(len(names) - 0.4, -0.6))
+            line[2].set(xlim=(0, 100), xlabel="accuracy, per cent", ylim=(len(names) - 0.4, -0.6))
             line[2].grid(axis="y", visible=False)
     legend(figure, axes, 3)
     return {"figure": figure}
