@@ -148,6 +148,7 @@ def test_the_global_model_without_its_own_class_bias(trained):
         train, test = (module(data.samples(data.pooled_ids(split))).double() for split in ("train", "test"))
     logits, y = test + common_bias(train, shares), data.y[data.pooled_ids("test")]
     assert row["unbiased"] == pytest.approx(100 * float((logits.argmax(dim=1) == y).double().mean()))
+    assert row["confidence"] == pytest.approx(100 * float(logits.softmax(dim=1).amax(dim=1).mean()))
     owner = torch.cat([torch.full((data.size(i, "test"),), i) for i in range(data.clients)])
     logits += log_prior(data.label_counts)[owner] - shares
     assert row["prior_unbiased"] == pytest.approx(100 * float((logits.argmax(dim=1) == y).double().mean()))

@@ -111,7 +111,7 @@ def test_tables():
         {**common, "seed": 42, "global": 57.0, "predicted": 85.0, "last": 87.0, "finetuned": 86.0},
         {**common, "seed": 43, "global": 59.0, "predicted": 86.0, "last": 87.0, "finetuned": 86.0},
     ]
-    digits = {"dataset": "digits", "prior": 85.5, "unbiased": 60.0, "predicted_unbiased": 87.5}
+    digits = {"dataset": "digits", "prior": 85.5, "unbiased": 60.0, "confidence": 55.0, "predicted_unbiased": 87.5}
     table, unbiased = tables(setting(), {"results": [*rows, {**rows[0], **digits}]})
     assert [line[0].text for line in table.rows] == ["CIFAR10", "Digits"]
     assert [cell.text for cell in table.rows[0]] == [
@@ -119,8 +119,8 @@ def test_tables():
         "86.00 ± 0.00", "0.50 ± 0.71", "", "", "", "",
     ]  # fmt: skip
     assert [[cell.text for cell in line] for line in unbiased.rows] == [
-        ["Digits", "0.1", "fedavg", "results", "1", "60.00", "87.50", "87.00", "-0.50", "86.00", "-1.50", "85.50",
-         "-2.00", "", ""],
+        ["Digits", "0.1", "fedavg", "results", "1", "60.00", "55.00", "87.50", "87.00", "-0.50", "86.00", "-1.50",
+         "85.50", "-2.00", "", ""],
     ]  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from fedobp.algorithms.fedobp import FedOBP
 from fedobp.bench import train
 from fedobp.config import Config
-from fedobp.data import FederatedData
+from fedobp.data import FederatedData, Split
 from fedobp.engine import Budget
 from fedobp.evaluation import Report
 from fedobp.federation import Federation
@@ -65,6 +65,7 @@ ACCURACIES = {
     "prior_unbiased": "the same without its class bias",
     "last": "own last model",
 }
+SPLITS: tuple[Split, ...] = ("train", "test")
 _RMS = 20  # the rms rule's factor
 _CHUNK = 500  # samples at once
 _STEPS = 200  # of the iteration for a common bias
@@ -182,12 +183,10 @@ def explain(trained: Trained, mine: Tensor) -> tuple[Row, list[Row]]:
     model, data, theta = trained.model, trained.data, trained.theta
     right, samples, changes = dict.fromkeys(ACCURACIES, 0), 0, np.zeros(2)
     kept: dict[int, Mapping[str, Tensor]] = {}
-    priors, shares, ids = (
-        log_prior(data.label_counts),
-        log_prior(data.label_counts.sum(dim=0)),
-        data.pooled_ids("train"),
-    )
-    common = common_bias(torch.cat([logits_of(model, theta, data.samples(some)) for some in ids.split(_CHUNK)]), shares)
+    counts, pooled = data.label_counts, [data.pooled_ids(split).split(_CHUNK) for split in SPLITS]
+    of_train, of_test = (torch.cat([logits_of(model, theta, data.samples(ids)) for ids in parts]) for parts in pooled)
+    priors, shares = log_prior(counts), log_prior(counts.sum(dim=0))
+    common = common_bias(of_train, shares)
     for client in range(trained.config.clients):
         test = data.inputs(client, "test"), data.targets(client, "test")
         given = {"unbiased": common, "prior": priors[client], "prior_unbiased": common + priors[client] - shares}
@@ -210,6 +209,7 @@ def explain(trained: Trained, mine: Tensor) -> tuple[Row, list[Row]]:
     scale = float(between["log_prior"].square().sum())
     row["slope"] = float((between["all"] * between["log_prior"]).sum()) / scale if scale else None
     row["same_for_all_samples"] = float(changes[1] / changes[0]) if changes[0] else None
+    row["confidence"] = 100 * float((of_test + common).softmax(dim=1).amax(dim=1).mean())
     row |= {name: 100 * count / samples for name, count in right.items()}
     classes = [
         {"client": client, "class": c, **{name: float(of[at, c]) for name, of in stacked.items()}}
@@ -299,7 +299,7 @@ def tables(setting: Setting, files: Files) -> list[Table]:
 
 def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
     """Draw the bias of the entries against log p, and the accuracies, for FedOBP's rule and the rms rule."""
-    figure, axes = panels(len(setting.cells()), 3, height=2.6, width_ratios=(1, 1, 1.3))
+    figure, axes = panels(len(setting.cells()), 3, height=2.6, width_ratios=(1.15, 1.15, 1))
     for line, (dataset, alpha) in zip(axes, setting.cells(), strict=True):
         line[0].set_ylabel("bias of the entries, likewise")
         for at, (rule, text) in enumerate(RULES.items()):
@@ -312,12 +312,13 @@ def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
             ends = [float(shown[0].min()), float(shown[0].max())]
             line[at].plot(ends, ends, color="#777777", linewidth=0.8, linestyle="--", label="slope 1")
             line[at].set_title(f"{title(dataset)}, Dir({alpha:g})\n{text}, r = {mean_of(rows, 'between_all')}")
-            line[at].set_xlabel("log p, without mean over clients")
+            line[at].set_xlabel("log p, less mean over clients")
             names, means = list(ACCURACIES), [mean_of(rows, name) for name in ACCURACIES]
             places = np.arange(len(names)) + 0.38 * (at - 0.5)
-            line[2].barh(places, [one.mean for one in means if one], height=0.36, color=colour, label=text)
+            bars = line[2].barh(places, [one.mean for one in means if one], height=0.36, color=colour, label=text)
+            line[2].bar_label(bars, fmt="%.1f", fontsize=5.5, padding=1)
             line[2].set_yticks(range(len(names)), list(ACCURACIES.values()))
-            line[2].set(xlim=(0, 100), xlabel="accuracy, per cent", ylim=(len(names) - 0.4, -0.6))
+            line[2].set(xlim=(0, 112), xlabel="accuracy, per cent", ylim=(len(names) - 0.4, -0.6))
             line[2].grid(axis="y", visible=False)
     legend(figure, axes, 3)
     return {"figure": figure}

@@ -118,7 +118,8 @@ def measure_run(setting: Setting, work: Work, dataset: str, alpha: float, seed: 
     row, _ = explain(trained, trained.last != trained.last)
     tuned = trained.report.finetuned
     assert tuned is not None
-    names, labels = ("global", "unbiased", "last", "prior", "prior_unbiased"), label_counts(config)
+    names = ("global", "unbiased", "confidence", "last", "prior", "prior_unbiased")
+    labels = label_counts(config)
     found = {**{name: row[name] for name in names}, "finetuned": tuned.pooled}
     found |= {PREDICTED[g]: 100 * predict(found[g] / 100, labels.train, labels.test) for g in GLOBALS}
     head = {"dataset": dataset, "alpha": alpha, "method": "fedavg", "seed": seed, "source": TRAINED}
@@ -179,9 +180,10 @@ def tables(setting: Setting, files: Files) -> list[Table]:
     """Return what is predicted beside what is measured: from the global model's accuracy, and without its own bias."""
     found = []
     for g, text in GLOBALS.items():
+        columns = {g: text, **({"confidence": "its confidence"} if g == "unbiased" else {}), PREDICTED[g]: "predicted"}
         table = Table(
             f"Accuracy of personal models in per cent, predicted from that of the {text}, and measured",
-            ["dataset", "alpha", "method", "runs", "seeds", text, "predicted",
+            ["dataset", "alpha", "method", "runs", "seeds", *columns.values(),
              *(column for name in MEASURED.values() for column in (name, "minus predicted"))],
         )  # fmt: skip
         for (dataset, alpha, method, source), rows in groups(files).items():
@@ -191,7 +193,7 @@ def tables(setting: Setting, files: Files) -> list[Table]:
                     for name in MEASURED
                     for one in (mean_of(rows, name), mean_of(differences(rows, name, PREDICTED[g]), "difference"))
                 ]
-                means = (str(mean_of(rows, name)) for name in (g, PREDICTED[g]))
+                means = (str(mean_of(rows, name)) for name in columns)
                 table.add(title(dataset), f"{alpha:g}", method, source, str(len(rows)), *means, *cells)
         found.append(table)
     found[0].notes = [
@@ -201,14 +203,15 @@ def tables(setting: Setting, files: Files) -> list[Table]:
     ]
     found[1].notes = [
         "Without its own class bias: with one bias for all clients, such that each class is predicted as often as it "
-        "occurs in all training samples. Needs the model, so only of runs that are trained here."
+        "occurs in all training samples. Its confidence: the mean probability of what it predicts, which in the toy is "
+        "its accuracy. Both need the model, so only of runs that are trained here."
     ]
     return found
 
 
 def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
     """Draw measured against predicted accuracies, with the diagonal: a colour for each dataset and alpha."""
-    figure, axes = panels(1, 2, height=3.9, sharey=True)
+    figure, axes = panels(1, 2, height=3.9, sharex=True, sharey=True)
     cells = list(dict.fromkeys((row["dataset"], row["alpha"]) for row in files["results"]))
     for ax, (g, text) in zip(axes[0], GLOBALS.items(), strict=True):
         ends = [100.0, 0.0]
