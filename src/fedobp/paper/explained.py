@@ -11,12 +11,12 @@ one. Under label shift alone the best personal classifier is the global one plus
 each label (with 1/2 added to each count). So b_i(c) is compared with log p_i(c), both centred over classes, and the
 entries are replaced: the global model with b_i, and with log p_i, on the clients' test parts.
 
-A global model has a class bias of its own, which favours the labels of the last cohorts. The best bias takes it off:
-log p_i(c) - log p_g(c), with a p_g that is not known, but the same for all clients. So both are also compared without
-their means over clients. If the entries are this bias and nothing else, the slope is 1. The global model's own bias is
-also estimated by itself: a bias that is the same for all clients takes it off if with it each class is predicted as
-often as it occurs in all clients' training samples. With it and log p_i(c) / p(c), p the shares of all labels, a client
-has its K numbers without any personal entry.
+A global model has a class bias of its own, such as one towards the labels of the last cohort. The best bias takes it
+off: log p_i(c) - log p_g(c), with a p_g that is not known, but the same for all clients. So both are also compared
+without their means over clients. If the entries are this bias and nothing else, the slope is 1. The global model's own
+bias is also estimated by itself: a bias that is the same for all clients takes it off if with it each class is predicted
+as often as it occurs in all clients' training samples. With it and log p_i(c) / p(c), p the shares of all labels, a
+client has its K numbers without any personal entry.
 
 Two rules choose S: FedOBP's quantile, and |d| > 20 rms(d). Both choose from the clients' last models of one run.
 """
@@ -268,7 +268,7 @@ def tables(setting: Setting, files: Files) -> list[Table]:
          "correlation, all", "the same between clients, classifier's", "all", "slope", "same for all samples"],
         notes=["Correlations (Pearson) over clients and classes of the bias with log p, both centred over classes: of "
                "the classifier's entries by their sum of d z, of all entries by the logits. Between clients: without "
-               "the mean over clients, which is the global model's own class bias. Slope: of the bias of all entries "
+               "what all clients share, such as the global model's own class bias. Slope: of the bias of all entries "
                "on log p, between clients. Same for all samples: the share of the squared change of the (centred) "
                "logits that does not vary over a client's samples. Mean ± deviation over seeds."],
     )  # fmt: skip

@@ -15,9 +15,9 @@ labels with 1/2 added to each count. It depends on g and on the label counts, an
 the images, or how a client adapts the model. The integrals are sums over a fine grid, which are exact to rounding for
 such functions; nothing is drawn.
 
-The toy's global model has no class bias of its own. One that FedAvg has trained on few clients a round has: it favours
-the labels of the last cohort, which costs accuracy, and which any personal bias takes off again. So where the models
-are at hand, g is also measured without it, as in `explained`.
+The toy's global model has no class bias of its own. One that FedAvg has trained on few clients a round may have one, which
+costs accuracy, and which any personal bias takes off again. So where the models are at hand, g is also measured without
+it, as in `explained`.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from fedobp.config import Config
 from fedobp.data import data_dir, list_datasets, partition_hash
 from fedobp.federation import assign, read
-from fedobp.paper.claims import read_evidence
+from fedobp.paper.claims import is_standard, read_evidence
 from fedobp.paper.experiment import FIRST_SEED, Experiment, Files, Row, Setting, Work
 from fedobp.paper.explained import explain, measure_once, train_run
 from fedobp.paper.figures import COLOURS, MARKERS, legend, panels
@@ -127,11 +127,11 @@ def measure_run(setting: Setting, work: Work, dataset: str, alpha: float, seed: 
 
 
 def rows_of(folders: Sequence[Path], work: Work) -> list[Row]:
-    """Return the rows of finished runs in the paper's setting whose methods serve one model to all clients."""
+    """Return the rows of runs with the settings of the accuracy tables whose methods serve one model to all clients."""
     runs: dict[tuple[Any, ...], dict[str, Row]] = {}
-    names = ("method", "dataset", "alpha", "seed", "options", "participation", "normalize", "partition_hash")
+    names = ("method", "dataset", "alpha", "seed", "partition_hash")
     for row in read_evidence(folders).results:
-        if row["method"] in ONE_MODEL and row.get("partition") == "dirichlet":
+        if row["method"] in ONE_MODEL and row.get("partition") == "dirichlet" and is_standard(row):
             runs.setdefault(tuple(row.get(name) for name in names), {})[row["model"]] = row
     installed = {one.name for one in list_datasets(data_dir()) if one.available}
     found, notes, known = [], dict[str, None](), dict[tuple[Any, ...], Labels]()
