@@ -14,8 +14,8 @@ entries are replaced: the global model with b_i, and with log p_i, on the client
 A global model has a class bias of its own, such as one towards the labels of the last cohort. The best bias takes it
 off: log p_i(c) - log p_g(c), with a p_g that is not known, but the same for all clients. So both are also compared
 without their means over clients. If the entries are this bias and nothing else, the slope is 1. The global model's own
-bias is also estimated by itself: a bias that is the same for all clients takes it off if with it each class is predicted
-as often as it occurs in all clients' training samples. With it and log p_i(c) / p(c), p the shares of all labels, a
+bias is also estimated by itself: a bias that is the same for all clients takes it off if with it each class is
+predicted as often as it occurs in all clients' training samples. With it and log p_i(c) / p(c), p the shares of all labels, a
 client has its K numbers without any personal entry.
 
 Two rules choose S: FedOBP's quantile, and |d| > 20 rms(d). Both choose from the clients' last models of one run.

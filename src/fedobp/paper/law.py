@@ -15,9 +15,9 @@ labels with 1/2 added to each count. It depends on g and on the label counts, an
 the images, or how a client adapts the model. The integrals are sums over a fine grid, which are exact to rounding for
 such functions; nothing is drawn.
 
-The toy's global model has no class bias of its own. One that FedAvg has trained on few clients a round may have one, which
-costs accuracy, and which any personal bias takes off again. So where the models are at hand, g is also measured without
-it, as in `explained`.
+The toy's global model has no class bias of its own. One that FedAvg has trained on few clients a round may have one,
+which costs accuracy, and which any personal bias takes off again. So where the models are at hand, g is also measured
+without it, as in `explained`.
 """
 
 from collections.abc import Sequence
