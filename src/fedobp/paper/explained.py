@@ -15,8 +15,8 @@ A global model has a class bias of its own, such as one towards the labels of th
 off: log p_i(c) - log p_g(c), with a p_g that is not known, but the same for all clients. So both are also compared
 without their means over clients. If the entries are this bias and nothing else, the slope is 1. The global model's own
 bias is also estimated by itself: a bias that is the same for all clients takes it off if with it each class is
-predicted as often as it occurs in all clients' training samples. With it and log p_i(c) / p(c), p the shares of all labels, a
-client has its K numbers without any personal entry.
+predicted as often as it occurs in all clients' training samples. With it and log p_i(c) / p(c), p the shares of all
+labels, a client has its K numbers without any personal entry.
 
 Two rules choose S: FedOBP's quantile, and |d| > 20 rms(d). Both choose from the clients' last models of one run.
 """
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RULES = {"quantile": "FedOBP's quantile", "rms": "20 rms"}
-BIASES = {"classifier": "of the classifier's entries", "all": "of all entries"}
+BIASES = ("classifier", "all")  # of the classifier's personal entries, and of all
 ACCURACIES = {
     "global": "global model",
     "unbiased": "without its own class bias",
