@@ -19,8 +19,11 @@ def test_list_names_every_experiment(command):
     assert [one["name"] for one in found] == [
         "table1", "table2", "quantiles", "convergence", "scores", "ablation", "layers", "communication", "medmnist",
         "datasets", "overhead", "participation", "theory", "claims",
+        "explained", "law",
     ]  # fmt: skip
     assert all(one["name"] in said.out for one in found)
+    assert [one["name"] for one in found if one["beyond_the_paper"]] == ["explained", "law"]
+    assert said.out.index("claims") < said.out.index("beyond the paper") < said.out.index("explained")
 
 
 def test_quantiles_at_smoke_scale_with_a_dataset_that_is_missing(command):
@@ -84,7 +87,7 @@ def test_claims_are_judged_by_the_files_of_a_folder(command):
     ("given", "told"),
     [
         (("tabel1",), "did you mean 'table1'?"),
-        (("table1", "results"), "only `claims` takes folders"),
+        (("table1", "results"), "only `claims` and `law` take folders"),
         (("table1", "--scale", "tiny"), "unknown value of --scale 'tiny'"),
         (("table1", "--mode", "authors"), "unknown value of --mode 'authors'"),
         (("table1", "--dataset", "mnits"), "did you mean 'mnist'?"),

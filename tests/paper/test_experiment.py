@@ -27,6 +27,7 @@ def test_other_scales():
     smoke = setting_for(EXPERIMENTS["table2"], scale="smoke")
     assert (smoke.datasets, smoke.config("digits", 0.1, 42, "fedobp").protocol) == (("digits",), "default")
     assert smoke.config("digits", 0.1, 42, "fedobp").clients is None  # the dataset's default
+    assert few.config("digits", 0.3, 42, "fedobp").clients is None  # as at every scale
     assert setting_for(EXPERIMENTS["table2"], scale="smoke", datasets=["mnist"]).datasets == ("mnist",)
 
 
@@ -76,7 +77,7 @@ def test_a_setting_in_words():
 def test_tables_and_figures_are_made_without_any_result(name):
     """A dataset that is missing leaves cells empty, and nothing fails."""
     experiment = EXPERIMENTS[name]
-    files = {stem: [] for stem in ("results", "history", "layers", "clients", "entries", "drift")}
+    files = {stem: [] for stem in ("results", "history", "layers", "clients", "entries", "drift", "classes")}
     found = setting_for(experiment)
     assert all(table.markdown() and table.latex() for table in experiment.tables(found, files))
     experiment.figures(found, files)

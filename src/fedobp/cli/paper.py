@@ -19,7 +19,9 @@ def paper(
     name: Annotated[str, typer.Argument(help="An experiment, or `list`.", metavar="NAME")],
     folders: Annotated[
         list[Path] | None,
-        typer.Argument(help="For claims: folders with result files (default: that of --out).", metavar="[FOLDER]..."),
+        typer.Argument(
+            help="For claims, law: folders with result files (default: that of --out).", metavar="[FOLDER]..."
+        ),
     ] = None,
     dataset: Annotated[str | None, typer.Option(help="Datasets, separated by commas (default: the paper's).")] = None,
     alpha: Annotated[str | None, typer.Option(help="Dirichlet alphas, separated by commas (default: 0.1,0.5).")] = None,
@@ -69,6 +71,7 @@ def paper(
     fedobp paper quantiles --dataset fmnist --alpha 0.1 --scale short
     fedobp paper table2 --dataset mnist,fmnist --seeds 3 --max-minutes 30
     fedobp paper claims results
+    fedobp paper law results --rounds 60
     """
     from fedobp.paper.experiment import Work, run_experiment, setting_for
     from fedobp.paper.registry import EXPERIMENTS
@@ -78,8 +81,8 @@ def paper(
         return
     if name not in EXPERIMENTS:
         raise unknown("experiment", name, ["list", *EXPERIMENTS])
-    if folders and name != "claims":
-        raise FedobpError(f"{short(folders[0])} cannot be used: only `claims` takes folders")
+    if folders and not EXPERIMENTS[name].takes_folders:
+        raise FedobpError(f"{short(folders[0])} cannot be used: only `claims` and `law` take folders")
     if max_minutes is not None and not max_minutes >= 0:
         raise FedobpError(f"--max-minutes must be at least 0, not {short(max_minutes)}")
     setting = setting_for(
@@ -131,13 +134,20 @@ def _print_list(as_json: bool) -> None:
     from fedobp.paper.registry import EXPERIMENTS
 
     rows: list[dict[str, Any]] = [
-        {"name": one.name, "summary": one.summary, "datasets": list(one.datasets), "alphas": list(one.alphas)}
+        {
+            "name": one.name, "summary": one.summary, "datasets": list(one.datasets), "alphas": list(one.alphas),
+            "beyond_the_paper": one.beyond,
+        }
         for one in EXPERIMENTS.values()
-    ]
+    ]  # fmt: skip
     if as_json:
         print_result({"experiments": rows})
         return
-    table = Table("experiment", "what it measures", box=None)
+    table, beyond = Table("experiment", "what it measures", box=None), False
     for row in rows:
+        if row["beyond_the_paper"] and not beyond:
+            table.add_row()
+            table.add_row("[bold]beyond the paper[/bold]")
+        beyond = row["beyond_the_paper"]
         table.add_row(row["name"], row["summary"])
     print_result(table)

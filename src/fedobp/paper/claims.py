@@ -430,6 +430,6 @@ def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
 EXPERIMENTS = [
     Experiment(
         "claims", "a verdict with evidence for every claim, from the result files of the other experiments", measure,
-        tables, figures, trains=False,
+        tables, figures, trains=False, takes_folders=True,
     )
 ]  # fmt: skip

@@ -83,14 +83,14 @@ class Setting:
         )
 
     def config(self, dataset: str, alpha: float, seed: int, method: str, **more: Any) -> Config:
-        """Return the settings of a run: the paper's own, or at scale `smoke` the dataset's defaults."""
+        """Return the settings of a run: the paper's own; the dataset's defaults for the digits and at scale `smoke`."""
         common: dict[str, Any] = {
             "dataset": dataset, "alpha": alpha, "seed": seed, "method": method, "rounds": self.rounds,
             "partition_seed": FIRST_SEED, "save_models": "none",
         }  # fmt: skip
         if self.scale == "smoke":
             common |= {"eval_every": 1}
-        else:
+        elif dataset != "digits":
             paper = "paper" if self.rounds >= PAPER_ROUNDS[0] else "default"
             common |= {"clients": 100, "participation": 0.1, "protocol": paper, "sampling": "published"}
             common |= {"eval_every": 20}  # rounds 100, 200, 300 and 400 are among them
@@ -118,7 +118,7 @@ class Work:
     folder: Path
     until: float | None = None  # of `time.monotonic`
     progress: Listener = lambda what, share: None
-    sources: Sequence[Path] = ()  # folders with result files, for `claims`
+    sources: Sequence[Path] = ()  # folders with result files
     notes: list[str] = field(default_factory=list)  # what is not done, in sentences
 
     @property
@@ -201,6 +201,8 @@ class Experiment:
     mode: Mode = "faithful"
     needs_data: bool = True
     trains: bool = True
+    takes_folders: bool = False  # reads result files of other folders
+    beyond: bool = False  # goes beyond the paper
 
 
 def setting_for(
