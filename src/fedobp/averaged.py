@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fedobp.errors import FedobpError
 from fedobp.method import CohortUpdate, InitialState, Method, Model, Record, RoundContext, Tensors
 from fedobp.wrapped import Wrapped
 
@@ -34,6 +35,8 @@ class Averaged(Wrapped):
     def init(self, model: Model, theta: Tensor, seed: int) -> InitialState:
         """Before round 1 the average is theta^0."""
         server, record, state = self.inner.init(model, theta, seed)
+        if _NEWEST in server:
+            raise FedobpError(f"{self.inner.name} serves an average of its own: leave out --average")
         return InitialState({**server, _NEWEST: server["theta"]}, record, state)
 
     def download(self, ctx: RoundContext, server: Tensors, records: Tensors) -> tuple[Record, Tensors]:

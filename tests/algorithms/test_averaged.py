@@ -7,7 +7,7 @@ import torch
 from by_hand import context, vector
 from test_checkpoint import SMALL, begin, contents, go_on
 
-from fedobp import Config, Federation
+from fedobp import Config, Federation, FedobpError
 from fedobp.algorithms import METHODS
 from fedobp.averaged import Averaged, averaged
 from fedobp.method import CohortUpdate
@@ -68,7 +68,12 @@ def test_training_and_traffic_stay_and_clients_are_served_the_average(engine):
         assert not value.equal(plain.state_dict()[name])
 
 
-@pytest.mark.parametrize("method", METHODS)
+def test_an_average_of_averages_is_refused():
+    with pytest.raises(FedobpError, match="fedobp-auto serves an average of its own: leave out --average"):
+        Federation(Config(**SMALL, method="fedobp-auto", average=0.1)).run()
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "fedobp-auto"])
 def test_every_method_runs_with_it(method):
     result = Federation(Config(**{**SMALL, "rounds": 2}, method=method, average=0.9)).run()
     assert 0 <= result.accuracy.pooled <= 100
