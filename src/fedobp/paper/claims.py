@@ -80,6 +80,8 @@ def is_standard(row: Row) -> bool:
     """Return whether a run has the settings of the accuracy tables; those of sweeps have others."""
     if row.get("normalize") == "as-published" or row["participation"] != 0.1:
         return False
+    if row.get("parts") or row.get("partition", "dirichlet") != "dirichlet":
+        return False
     if row["method"] not in ("fedobp", "decoupled"):
         return True
     plain = {"score": "squared", "norm": "none", "scope": "all", "start": "global"}

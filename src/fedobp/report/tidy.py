@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 MODELS = {"served": "accuracy", "last": "last", "finetuned": "finetuned"}  # by their names in result.json
 PARTS = ("prior", "calibrate", "average", "compress_down", "compress_up")  # settings that any method may have
 TEXTS = (
-    "run", "method", "mode", "dataset", "partition", "protocol", "model", "options", "parts", "network", "config_hash",
-    "partition_hash", "fedobp", "torch", "triton", "python", "device", "precision",
+    "run", "method", "mode", "dataset", "partition", "protocol", "model", "options", "parts", "partition_options",
+    "network", "config_hash", "partition_hash", "fedobp", "torch", "triton", "python", "device", "precision",
 )  # fmt: skip
 
 
@@ -32,6 +32,7 @@ def tidy_rows(run: "SavedRun") -> list[dict[str, Any]]:
         "seconds": result.get("seconds"),
         "options": _pairs(config.options),
         "parts": _pairs({name: value for name in PARTS if (value := getattr(config, name)) != getattr(Config, name)}),
+        "partition_options": _pairs(config.partition_options),
         "network": label(config.model),
         "clients": config.clients,
         "participation": config.participation,
