@@ -1,5 +1,6 @@
 """What every method is charged for: bytes on the wire, and passes over the data."""
 
+import json
 from collections import OrderedDict
 
 import pytest
@@ -116,6 +117,26 @@ def test_a_round_is_one_line_over_its_cohorts():
     assert accounting.settle() == {"round": 2, "cohort": [5], "loss": None, "bytes_down": 12, "bytes_up": 24}
     assert (accounting.pending, accounting.bytes_down, accounting.bytes_up) == (0, 48, 96)
     assert (accounting.processed, accounting.samples) == (20, 4)
+    accounting.add_round([cost(3, [2, 4], [1.0, 1.0])])
+    assert accounting.visits == {4: 1, 2: 1, 3: 1, 5: 1}  # a round counts when it is settled
+    accounting.settle()
+    assert accounting.visits == {4: 2, 2: 2, 3: 1, 5: 1}
+
+
+def test_sums_come_back_from_json():
+    first, second = Accounting(METHODS["fedavg"]()), Accounting(METHODS["fedavg"]())
+    first.add_round([cost(1, [4, 2], [1.0, 1.0]), cost(1, [4], [2.0])])
+    first.settle()
+    totals = json.loads(json.dumps(first.totals()))
+    second.restore(totals)
+    assert second.totals() == first.totals()
+    assert second.visits == {4: 2, 2: 1}
+    del totals["visits"]  # of an older version: what was not counted stays unknown
+    second.restore(totals)
+    second.add_round([cost(2, [1], [1.0])])
+    second.settle()
+    assert second.visits is None
+    assert (second.bytes_down, second.totals()["visits"]) == (48, None)
 
 
 def test_a_client_that_diverged_is_named_when_its_round_is_settled():

@@ -1,11 +1,16 @@
-"""The examples run: the notebook cell by cell, and the scripts."""
+"""The examples run: the notebook cell by cell, and the scripts. Sweep files can be planned."""
 
 import runpy
 import sys
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
+from resolved import resolved
+
+from fedobp import Config
+from fedobp.sweep_file import read_sweep_file
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -39,3 +44,27 @@ def test_windows_do_not_overlap():
     letters = [example["CHARACTERS"].index(one) + 1 for one in "abcdef"]
     assert found.tolist() == [letters[:3], [0, *letters[3:5]]]
     assert example["windows"]("ab", 2, 9).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "cohorts", "visits"), [("participation", (1, 2, 5, 10, 20), 40), ("participation-digits", (1, 2, 4, 8), 8)]
+)
+def test_sweeps_over_participation_differ_in_it_and_not_in_the_visits(name, cohorts, visits):
+    runs = read_sweep_file(EXAMPLES / "beyond" / f"{name}.toml").runs
+    assert len(runs) == 5 * 3 * len(cohorts)
+    found = set()
+    for run, settings in runs.items():
+        config = Config(**settings)
+        assert config.cohort_size * config.rounds == visits * config.trainers
+        assert config.rounds % config.eval_every == 0
+        assert run == f"{config.method}-participation{config.participation}-seed{config.seed}"
+        found.add((config.method, config.cohort_size))
+    methods = ("fedavg", "fedavg-last", "fedavg-ft", "fedper", "fedobp")
+    assert found == {(method, size) for method in methods for size in cohorts}
+
+
+def test_the_sweep_over_participation_of_digits_can_be_planned():
+    """Every run has a federation; those on CIFAR10 would need the dataset."""
+    for settings in read_sweep_file(EXAMPLES / "beyond" / "participation-digits.toml").runs.values():
+        config = resolved(**settings)
+        assert (config.trainers, config.save_models) == (20, "none")

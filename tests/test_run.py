@@ -29,6 +29,17 @@ def tiny(request):
     return Federation(Config(**TINY, engine=request.param))
 
 
+@pytest.mark.parametrize(("method", "options"), [("fedavg", {}), ("floco", {"tau": 2}), ("seqfededt", {})])
+def test_rows_of_clients_say_how_often_they_took_part(method, options):
+    """FLOCO trains all clients once more, in the round of its projection."""
+    federation = Federation(Config(**TINY))
+    visits = Counter(client for cohort in cohorts(federation.config) for client in cohort.tolist())
+    extra = 1 if method == "floco" else 0
+    assert len(set(visits.values())) > 1, "or this shows nothing"
+    rows = federation.run(method, **options).clients
+    assert [row["visits"] for row in rows] == [visits[client] + extra for client in range(6)]
+
+
 # The server's side alone: no clients, no data, no engine.
 
 

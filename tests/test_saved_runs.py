@@ -3,14 +3,17 @@
 import json
 import math
 import shutil
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
+from saved import accuracy, clients_of, write_run
 
 from fedobp import Config, Federation, FedobpError, load_results
 from fedobp.csv_rows import write_rows
+from fedobp.files import read_checked_json
 from fedobp.report.tidy import read_tidy, tidy_rows
 from fedobp.saved_runs import find_runs, read_run
 from fedobp.storage import write_result
@@ -58,12 +61,28 @@ def test_metrics_and_new_clients_come_back(tmp_path: Path):
     assert again.launch == result.launch
 
 
+def test_results_of_older_versions_have_fewer_columns(tmp_path: Path):
+    """Neither a second visit nor clients without labels, and no visits in clients.csv."""
+    folder = write_run(tmp_path, holdout_clients=1, clients=clients_of(3, lambda i: 60.0 + i))
+    values = read_checked_json(folder / "result.json")
+    values["new_clients"] = {name: accuracy(50.0) for name in ("served", "visited", "last")}
+    values |= {"parameters": 10, "metrics": {}}
+    write_result(folder, values)
+    [again] = load_results(folder)
+    assert (again.new_clients.served.pooled, again.new_clients.visited_twice) == (50.0, None)
+    assert again.to_json()["new_clients"].keys() == {"served", "visited", "last"}
+    assert "visits" not in again.clients[0]
+    assert tidy_rows(read_run(folder))[0]["smallest_quarter"] == 60.0
+
+
 def test_a_row_a_client(finished):
     """The rows agree with the data, the accuracies and the personal entries of all clients."""
     federation, result = finished
     data, rows = federation.data, result.clients
     assert [row["client"] for row in rows] == list(range(5))
     assert [row["train"] for row in rows] == [data.size(client, "train") for client in range(5)]
+    visits = Counter(client for line in read_run(result.out).metrics() for client in line["cohort"])
+    assert [row["visits"] for row in rows] == [visits[client] for client in range(5)]
     correct = sum(row["served"] * row["test"] for row in rows) / sum(row["test"] for row in rows)
     assert correct == pytest.approx(result.accuracy.pooled)
     assert sum(row["last"] for row in rows) / 5 == pytest.approx(result.last.client_mean)

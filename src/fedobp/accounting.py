@@ -1,6 +1,7 @@
 """What rounds cost: bytes, samples processed and losses, as numbers that a device may still be computing."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,8 @@ class Accounting:
         self._pending: list[Sequence[Cost]] = []
         self.bytes_down = self.bytes_up = 0  # of the rounds that are settled
         self.processed = self.samples = 0  # samples that went through models, and training samples of the cohorts
+        # How often each client has taken part in the rounds that are settled; None: an older checkpoint does not say.
+        self.visits: Counter[int] | None = Counter()
 
     def add_round(self, costs: Sequence[Cost]) -> None:
         """Add a round, cohort by cohort."""
@@ -51,14 +54,17 @@ class Accounting:
         self.processed += sum(cost.processed for cost in costs)
         self.samples += sum(cost.samples for cost in costs)
 
-    def totals(self) -> dict[str, int]:
+    def totals(self) -> dict[str, Any]:
         """Return the sums so far, which `restore` takes."""
-        return {name: getattr(self, name) for name in _TOTALS}
+        visits = None if self.visits is None else {str(client): count for client, count in self.visits.items()}
+        return {**{name: getattr(self, name) for name in _TOTALS}, "visits": visits}
 
-    def restore(self, totals: Mapping[str, int]) -> None:
+    def restore(self, totals: Mapping[str, Any]) -> None:
         """Go on from the sums of a checkpoint."""
         for name in _TOTALS:
             setattr(self, name, int(totals[name]))
+        visits = totals.get("visits")
+        self.visits = None if visits is None else Counter({int(one): int(count) for one, count in visits.items()})
 
     @property
     def pending(self) -> int:
@@ -74,6 +80,8 @@ class Accounting:
         line = _line(costs, self._method)
         self.bytes_down += line["bytes_down"]
         self.bytes_up += line["bytes_up"]
+        if self.visits is not None:
+            self.visits.update(line["cohort"])
         return line
 
 

@@ -1,7 +1,7 @@
 """One run: the server's side of a federation, round by round."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
@@ -242,9 +242,7 @@ class Run:
             finetuned=chosen(report.finetuned for report in reported),
             validation=chosen(report.validation for report in reported),
             new_clients=NewClients(
-                served=chosen(one.served for one in new_clients),
-                visited=chosen(one.visited for one in new_clients),
-                last=chosen(one.last for one in new_clients),
+                **{spec.name: chosen(getattr(one, spec.name) for one in new_clients) for spec in fields(NewClients)}
             )
             if new_clients
             else None,
@@ -271,18 +269,20 @@ class Run:
         return result
 
     def _client_rows(self, chosen: Callable[..., Accuracy | None], reported: Sequence[Report]) -> list[dict[str, Any]]:
-        """Return a row for each evaluated client: its data, its accuracies, and its personal entries at the end."""
+        """Return a row for each evaluated client: data, visits, accuracies, and personal entries at the end."""
         columns = {
             name: found.per_client
             for name in ("served", "last", "finetuned")
             if (found := chosen(getattr(report, name) for report in reported)) and found.per_client
         }
         tensors = [f"personal.{name}" for name in self.model.layout.names]
-        rows, of_clients = [], self.reports[-1].personal_per_client
+        rows, of_clients, visits = [], self.reports[-1].personal_per_client, self.accounting.visits
         for at, (about, counts) in enumerate(zip(self._clients, of_clients, strict=True)):
             accuracies = {name: values[at] for name, values in columns.items()}
             personal = {"personal": sum(counts), **dict(zip(tensors, counts, strict=True))}
-            rows.append({**about, **dict.fromkeys(("served", "last", "finetuned")), **accuracies, **personal})
+            seen = None if visits is None else visits[int(about["client"])]
+            models = {**dict.fromkeys(("served", "last", "finetuned")), **accuracies}
+            rows.append({**about, "visits": seen, **models, **personal})
         return rows
 
     def _provenance(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from fedobp.files import read_checked_json, regular, sha256_of
 from fedobp.result import Compute, Result, Results, Traffic
 
 _COLUMNS = {"client", "train", "test", "entropy", "served", "last", "personal"}  # of clients.csv, at least
-_WHOLE = ("client", "train", "test", "personal")
+_WHOLE = ("client", "train", "test", "visits", "personal")
 _TABLES = {"personal": Personal, "bytes": Traffic, "compute": Compute}  # of result.json, which all results have
 _DECIDED = [  # settings that every run's config.toml has
     spec.name for spec in settings() if spec.name not in ("data_dir", "partition_file", "eval_clients", "metrics")

@@ -86,3 +86,12 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(method, tmp_path):
     begin(config, tmp_path / "cut")
     assert go_on(config, tmp_path / "cut") == [4, 5, 6]
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+def test_a_new_client_trains_the_newest_model_and_uses_the_average():
+    """What it trained in its visit is what it would have trained without an average; what it is served is not."""
+    config = Config(**SMALL, method="fedavg", holdout_clients=2, alpha=5.0, lr=0.1)
+    plain, other = (Federation(replace(config, average=share)).run().new_clients for share in (0.0, 0.8))
+    assert other.last == plain.last
+    assert other.served != plain.served
+    assert other.visited == other.served

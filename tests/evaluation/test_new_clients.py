@@ -2,11 +2,14 @@
 
 import io
 import json
+from collections import OrderedDict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 import torch
 from lanes_cases import metrics
+from torch import nn
 from torch.nn import functional
 
 from fedobp import Config, Federation, FedobpError, sweep
@@ -14,7 +17,7 @@ from fedobp.algorithms import METHODS
 from fedobp.data import Shard, data_dir, load, partition
 from fedobp.engine import Lanes, Serial
 from fedobp.engine.batch_order import batches
-from fedobp.evaluation import accuracy
+from fedobp.evaluation import Personal, Report, accuracy, report_from_json
 from fedobp.keys import Purpose, fold
 from fedobp.report.tables import compare_table, run_table, summarise
 
@@ -30,14 +33,14 @@ def federation(request):
     return Federation(Config(**TINY, engine=request.param))
 
 
-def trained_once(federation, theta, client):
-    """Training in round 3 from a model, by hand."""
+def trained_once(federation, theta, client, round=3):
+    """Training in a round from a model, by hand."""
     config, data = federation.config, federation.data
     module = federation.model.module().double()
     module.load_state_dict(theta)
     optimizer = torch.optim.SGD(module.parameters(), config.lr)
     x, y = data.inputs(client, "train"), data.targets(client, "train")
-    key = fold(fold(config.seed, 3, client, Purpose.TRAIN), 1)  # the program's second item
+    key = fold(fold(config.seed, round, client, Purpose.TRAIN), 1)  # the program's second item
     for epoch in range(config.epochs):
         for picked in batches(fold(key, epoch), len(y), config.batch_size, y.device):
             optimizer.zero_grad()
@@ -61,6 +64,7 @@ def test_a_new_client_of_fedavg_is_served_the_global_model_and_trains_one_of_its
     module = federation.model.module().double()
     module.load_state_dict(result.state_dict())
     assert result.new_clients.served == result.new_clients.visited == accuracy_with(federation, [module, module])
+    assert result.new_clients.visited_twice == result.new_clients.served
     trained = [trained_once(federation, result.state_dict(), client) for client in HELD_OUT]
     assert result.new_clients.last == accuracy_with(federation, trained)
     assert result.new_clients.last.pooled > result.new_clients.served.pooled + 10
@@ -70,6 +74,89 @@ def test_after_a_round_fedavg_last_serves_the_clients_own_model(federation):
     result, plain = federation.run("fedavg-last"), federation.run("fedavg")
     assert result.new_clients.served == plain.new_clients.served
     assert result.new_clients.visited == result.new_clients.last == plain.new_clients.last
+    # The second visit starts from the global model again, in the round after.
+    trained = [trained_once(federation, plain.state_dict(), client, round=4) for client in HELD_OUT]
+    assert result.new_clients.visited_twice == accuracy_with(federation, trained)
+
+
+def test_the_second_visit_goes_on_from_what_a_client_kept(federation):
+    result, models = federation.run("local"), []
+    for client in HELD_OUT:
+        first = trained_once(federation, result.state_dict(), client)
+        models.append((first, trained_once(federation, first.state_dict(), client, round=4)))
+    once, twice = (accuracy_with(federation, column) for column in zip(*models, strict=True))
+    assert (result.new_clients.visited, result.new_clients.visited_twice) == (once, twice)
+    assert once != twice
+
+
+def prior_by_hand(posteriors):
+    """EM of Saerens et al. for one client in plain Python, from a uniform prior with half a sample of each class."""
+    classes = len(posteriors[0])
+    prior = [1 / classes] * classes
+    for _ in range(100):
+        total = [0.5] * classes
+        for row in posteriors:
+            products = [share * p * classes for share, p in zip(row, prior, strict=True)]
+            total = [one + product / sum(products) for one, product in zip(total, products, strict=True)]
+        prior = [one / (len(posteriors) + classes / 2) for one in total]
+    return prior
+
+
+def test_without_labels_the_global_model_gets_a_prior_from_training_inputs(federation):
+    result, modules = federation.run("fedavg"), []
+    for client in HELD_OUT:
+        module = federation.model.module().double()
+        module.load_state_dict(result.state_dict())
+        with torch.no_grad():
+            posteriors = module(federation.data.inputs(client, "train")).softmax(dim=1)
+            prior = torch.tensor(prior_by_hand(posteriors.tolist()), dtype=torch.float64)
+            assert 0.2 < prior.max() < 0.99, "or this shows nothing"
+            module.classifier.bias += (10 * prior).log()
+        modules.append(module)
+    assert result.new_clients.unlabelled == accuracy_with(federation, modules)
+    assert result.new_clients.unlabelled != result.new_clients.served
+    # It is the same for every method with that global model, whatever clients make of their labels.
+    assert federation.run("fedavg-last").new_clients.unlabelled == result.new_clients.unlabelled
+    assert federation.run("fedavg-ft").new_clients.unlabelled == result.new_clients.unlabelled
+
+
+def deep_head(shape, classes):
+    head = nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, classes))
+    return nn.Sequential(OrderedDict(flatten=nn.Flatten(), classifier=head))
+
+
+def no_bias(shape, classes):
+    return nn.Sequential(OrderedDict(flatten=nn.Flatten(), classifier=nn.Linear(64, classes, bias=False)))
+
+
+@pytest.mark.parametrize(("method", "model"), [("apfl", "mlp"), ("fedavg", deep_head), ("fedavg", no_bias)])
+def test_there_is_no_such_column_without_a_bias_to_put_it_in(method, model):
+    """APFL predicts with two models."""
+    result = Federation(Config(**{**TINY, "rounds": 1, "method": method, "model": model})).run()
+    assert result.new_clients.unlabelled is None
+    assert set(result.to_json()["new_clients"]) == {"served", "visited", "last", "visited_twice"}
+
+
+def test_there_is_no_such_column_where_every_token_has_a_label():
+    windows, owner = np.random.default_rng(0).integers(0, 5, (40, 6)), np.arange(40) % 4
+    given = {"rounds": 1, "holdout_clients": 1, "model": "lstm", "model_options": {"width": 4}}
+    result = Federation.from_data(windows, tokens=True, client=owner, config=Config(**given)).run("fedavg")
+    assert result.new_clients.unlabelled is None
+    assert result.new_clients.visited_twice is not None
+
+
+def test_evaluations_of_older_versions_are_read(federation):
+    """A checkpoint holds them as JSON: neither column was there."""
+    result = federation.run("fedavg")
+    personal = Personal(0.0, 0, 0, 0.0)
+    whole = Report(3, result.accuracy, None, result.last, None, personal, {}, 0.0, result.new_clients)
+    values = json.loads(json.dumps(asdict(whole)))
+    assert report_from_json(values) == whole
+    for column in ("visited_twice", "unlabelled"):
+        del values["new_clients"][column]
+    old = replace(result.new_clients, visited_twice=None, unlabelled=None)
+    assert report_from_json(values) == replace(whole, new_clients=old)
+    assert report_from_json(json.loads(json.dumps(asdict(replace(whole, new_clients=old))))).new_clients == old
 
 
 def test_after_a_round_fedobp_has_found_the_clients_personal_entries(federation):
@@ -135,7 +222,7 @@ def test_each_column_is_the_best_of_the_papers_rounds_by_itself(monkeypatch, tmp
     config = Config(**{**TINY, "rounds": 5, "eval_every": 5, "protocol": "paper", "lr": 1.0, "method": "fedavg-last"})
     result = Federation(config).run(out=tmp_path)
     lines = [line["new_clients"] for line in metrics(tmp_path)]
-    for name in ("served", "visited", "last"):
+    for name in ("served", "visited", "last", "visited_twice", "unlabelled"):
         pooled = [line[name]["pooled"] for line in lines]
         assert len(set(pooled)) > 1, "rounds must differ, or this shows nothing"
         assert getattr(result.new_clients, name).pooled == max(pooled)
@@ -180,7 +267,7 @@ def test_new_clients_are_in_json_and_in_tables(federation):
 
     result = federation.run("fedavg-last")
     found = json.loads(json.dumps(result.to_json()))["new_clients"]
-    assert set(found) == {"served", "visited", "last"}
+    assert set(found) == {"served", "visited", "last", "visited_twice", "unlabelled"}
     assert found["served"]["pooled"] == result.new_clients.served.pooled
 
     def shown(table):
@@ -189,18 +276,27 @@ def test_new_clients_are_in_json_and_in_tables(federation):
         return console.file.getvalue()
 
     lines = [line.split() for line in shown(run_table(result)).splitlines()]
-    pooled = {" ".join(words[:-5]): float(words[-5]) for words in lines if words[:2] == ["new", "client,"]}
+    pooled = {" ".join(words[:-6]): float(words[-6]) for words in lines if words[:2] == ["new", "client,"]}
     assert pooled == {
         "new client, as served": pytest.approx(result.new_clients.served.pooled, abs=0.01),
+        "new client, without labels": pytest.approx(result.new_clients.unlabelled.pooled, abs=0.01),
         "new client, after one round": pytest.approx(result.new_clients.visited.pooled, abs=0.01),
+        "new client, after two rounds": pytest.approx(result.new_clients.visited_twice.pooled, abs=0.01),
         "new client, own model": pytest.approx(result.new_clients.last.pooled, abs=0.01),
     }
     text = shown(compare_table([result]))
     assert "new client" in text
-    assert f"{result.new_clients.visited.pooled:.2f}" in text
+    for name in ("visited", "visited_twice", "unlabelled"):
+        assert f"{getattr(result.new_clients, name).pooled:.2f}" in text
     assert "New clients: 2, held out" in text
     [row] = summarise([result])
     assert row["new_clients_served"] == {"mean": result.new_clients.served.pooled, "std": None}
+    assert row["new_clients_visited_twice"] == {"mean": result.new_clients.visited_twice.pooled, "std": None}
+    old = replace(result, new_clients=replace(result.new_clients, visited_twice=None, unlabelled=None))
+    [row] = summarise([old])
+    assert {name for name in row if name.startswith("new")} == {"new_clients_served", "new_clients_visited"}
+    assert "after two rounds" not in shown(compare_table([old])) + shown(run_table(old))
+    assert "after two rounds" in shown(compare_table([old, result]))
 
 
 def test_without_them_no_output_mentions_new_clients():

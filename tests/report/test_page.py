@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
-from saved import clients_of, write_run
+from saved import accuracy, clients_of, write_run
 
 from fedobp.errors import FedobpError
 from fedobp.files import read_checked_json
@@ -80,15 +80,30 @@ def study(tmp_path):
 @pytest.mark.essential
 def test_the_summary_has_means_and_deviations_over_seeds_and_marks_the_best(study):
     table = page_of(study).tables[0]
-    heads = ["Method", "Pooled", "Client mean", "Worst tenth", "Last", "Personal", "Down", "Up", "Time"]
+    heads = ["Method", "Pooled", "Client mean", "Worst tenth", "Smallest quarter"]
+    heads += ["Last", "Personal", "Down", "Up", "Time"]
     costs = ["3", "1.0 kB", "500 B", "1.5 ± 0.0 s"]
     assert table == [
         heads,
         # The deviation of 60 and 56, and of 80 and 84, with n - 1: 4 / sqrt(2).
-        ["fedavg", "58.00 ± 2.83", "57.00 ± 2.83", "48.00 ± 2.83", "63.00 ± 2.83", *costs],
-        ["fedobp", "*82.00 ± 2.83*", "*81.00 ± 2.83*", "*72.00 ± 2.83*", "*87.00 ± 2.83*", *costs],
-        ["local", "70.00 ± 0.00", "69.00 ± 0.00", "60.00 ± 0.00", "75.00 ± 0.00", *costs],
+        ["fedavg", "58.00 ± 2.83", "57.00 ± 2.83", "48.00 ± 2.83", "75.00 ± 0.00", "63.00 ± 2.83", *costs],
+        ["fedobp", "*82.00 ± 2.83*", "*81.00 ± 2.83*", "*72.00 ± 2.83*", "70.00 ± 0.00", "*87.00 ± 2.83*", *costs],
+        ["local", "70.00 ± 0.00", "69.00 ± 0.00", "60.00 ± 0.00", "*100.00 ± 0.00*", "75.00 ± 0.00", *costs],
     ]
+
+
+def test_new_clients_have_a_column_for_each_way_to_serve_them(tmp_path):
+    for method, columns in (("fedavg", {"served": 50.0, "visited": 50.0, "last": 90.0}),
+                            ("fedobp", {"served": 40.0, "visited": 80.0, "last": 90.0, "visited_twice": 85.0,
+                                        "unlabelled": 60.0})):  # fmt: skip
+        folder = write_run(tmp_path, method, holdout_clients=1)
+        values = read_checked_json(folder / "result.json")
+        write_result(folder, values | {"new_clients": {name: accuracy(pooled) for name, pooled in columns.items()}})
+    heads, *rows = page_of(tmp_path).tables[0]
+    first = heads.index("New clients")
+    assert heads[first : first + 4] == ["New clients", "Without labels", "After one round", "After two"]
+    assert [row[first : first + 4] for row in rows] == [["*50.00*", "-", "50.00", "-"],
+                                                        ["40.00", "*60.00*", "*80.00*", "*85.00*"]]  # fmt: skip
 
 
 def test_the_page_is_well_formed_and_loads_nothing(study):

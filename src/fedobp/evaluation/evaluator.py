@@ -73,7 +73,9 @@ def report_from_json(values: Mapping[str, Any]) -> Report:
             **values,
             **columns,
             "personal": Personal(**values["personal"]),
-            "new_clients": NewClients(**{name: _accuracy(column) for name, column in new.items()}) if new else None,
+            "new_clients": NewClients(**{name: _accuracy(column) for name, column in new.items() if column})
+            if new
+            else None,
             "personal_per_client": tuple(map(tuple, values["personal_per_client"])),
         }
     )

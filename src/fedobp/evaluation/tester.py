@@ -17,7 +17,8 @@ from fedobp.records import Tensors, take
 
 _LOGITS = 1 << 24  # of all clients, that are held at once
 _MOST_CLASSES = 1_000  # of a confusion matrix
-_MODELS = 3  # of a client, whose scores are held at once: served, last and fine-tuned
+_MODELS = 3  # of a client that trains, whose scores are held at once: served, last and fine-tuned
+_MODELS_OF_NEW = 5  # served, unlabelled, visited once and twice, last
 
 
 class ClientTester:
@@ -34,7 +35,8 @@ class ClientTester:
                 "leave confusion out of --metrics"
             )
         if "auc" in metrics:  # in float64
-            rows = sum(_MODELS * data.size(client, "test") + data.size(client, "val") for client in tested)
+            models = {client: _MODELS if client < data.trainers else _MODELS_OF_NEW for client in tested}
+            rows = sum(models[client] * data.size(client, "test") + data.size(client, "val") for client in tested)
             size = 8 * data.classes * rows * prod(data.y.shape[1:])
             require_free_memory("--metrics auc, which compares the scores of all clients,", size)
 
@@ -46,20 +48,22 @@ class ClientTester:
         targets, label_counts = job.data.targets_of(ids, split), job.data.counts_of(job.ctx.cohort).cpu()
         if not needs_logits(self._metrics):
             return [count(*one, self._metrics) for one in zip(labels, targets, label_counts, strict=True)]
-        found: list[ClientCounts] = []
-        for part in self._parts(targets):
-            some = replace(job, ctx=replace(job.ctx, cohort=job.ctx.cohort[part]))
-            logits = self._engine.logits(some, theta[part], split, take(scratch, part) if scratch else None)
-            given = zip(labels[part], targets[part], label_counts[part], logits, strict=True)
-            found += [count(predicted, y, known, self._metrics, rows) for predicted, y, known, rows in given]
-        return found
+        given = zip(labels, targets, label_counts, self.logits(job, theta, split, scratch), strict=True)
+        return [count(predicted, y, known, self._metrics, rows) for predicted, y, known, rows in given]
 
-    def _parts(self, targets: Sequence[Tensor]) -> Iterator[slice]:
+    def logits(self, job: PoolJob, theta: Tensor, split: Split, scratch: Tensors | None = None) -> Iterator[Tensor]:
+        """Yield the logits of each client's samples on the CPU; those of a few clients are computed at once."""
+        for part in self._parts([job.data.size(client, split) for client in job.ctx.cohort.tolist()]):
+            some = replace(job, ctx=replace(job.ctx, cohort=job.ctx.cohort[part]))
+            yield from self._engine.logits(some, theta[part], split, take(scratch, part) if scratch else None)
+
+    def _parts(self, sizes: Sequence[int]) -> Iterator[slice]:
         """Divide a cohort, so that the logits of a part fit; an engine pads them to the longest client's."""
         start = longest = 0
-        for at, one in enumerate(targets):
-            longest = max(longest, one.numel())
-            if at > start and (at + 1 - start) * longest * self._data.classes > _LOGITS:
+        logits = self._data.classes * prod(self._data.y.shape[1:])  # of a sample
+        for at, size in enumerate(sizes):
+            longest = max(longest, size)
+            if at > start and (at + 1 - start) * longest * logits > _LOGITS:
                 yield slice(start, at)
-                start, longest = at, one.numel()
-        yield slice(start, len(targets))
+                start, longest = at, size
+        yield slice(start, len(sizes))

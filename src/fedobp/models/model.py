@@ -179,9 +179,14 @@ class Model:
             for layer in layers.values():
                 layer.inputs = torch.zeros(0)
 
+    @property
+    def has_linear_head(self) -> bool:
+        """Whether the classifier is one linear layer with a bias."""
+        return isinstance(layer := self.structure.classifier, nn.Linear) and layer.bias is not None
+
     def head(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Return the classifier's weight [..., classes, features] and bias [..., classes]."""
-        if not isinstance(layer := self.structure.classifier, nn.Linear) or layer.bias is None:
+        if not self.has_linear_head:
             raise FedobpError(
                 f"this method needs a classifier that is one linear layer with a bias, and that of '{self.name}' is not"
             )

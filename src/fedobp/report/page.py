@@ -18,6 +18,7 @@ from fedobp.report.panels import Clients, Panel, accuracy_panel, bytes_panel, ke
 from fedobp.report.sections import Group, Section, sections_of, without_repeats
 from fedobp.report.svg import inline_svg
 from fedobp.report.tables import format_bytes
+from fedobp.report.tidy import smallest_quarter
 from fedobp.report.words import GLOSSARY, counted, listed, model_size, setting_in_words, statuses
 
 if TYPE_CHECKING:
@@ -157,13 +158,21 @@ def _part(name: str, value: str) -> "Callable[[SavedRun], float | None]":
     return lambda run: (run.result.get(name) or {}).get(value)
 
 
+def _new(column: str) -> "Callable[[SavedRun], float | None]":
+    return lambda run: ((run.result.get("new_clients") or {}).get(column) or {}).get("pooled")
+
+
 _COLUMNS: "tuple[tuple[str, Callable[[SavedRun], float | None], str], ...]" = (
     ("Pooled", _part("accuracy", "pooled"), "%"),
     ("Client mean", _part("accuracy", "client_mean"), "%"),
     ("Worst tenth", _part("accuracy", "worst_decile"), "%"),
+    ("Smallest quarter", lambda run: smallest_quarter(run.clients(), "served"), "%"),
     ("Last", _part("last", "pooled"), "%"),
     ("Fine-tuned", _part("finetuned", "pooled"), "%"),
-    ("New clients", lambda run: ((run.result.get("new_clients") or {}).get("served") or {}).get("pooled"), "%"),
+    ("New clients", _new("served"), "%"),
+    ("Without labels", _new("unlabelled"), "%"),
+    ("After one round", _new("visited"), "%"),
+    ("After two", _new("visited_twice"), "%"),
     ("Personal", _part("personal", "mean"), "count"),
     ("Down", _part("bytes", "down_per_round"), "bytes"),
     ("Up", _part("bytes", "up_per_round"), "bytes"),

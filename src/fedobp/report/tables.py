@@ -13,9 +13,20 @@ from fedobp.evaluation import Accuracy
 from fedobp.report.groups import by_settings
 from fedobp.report.metrics import METRICS, METRICS_NOTE, format_number, metric_tables, pooled, shared_metrics
 from fedobp.report.result_table import ResultTable
+from fedobp.report.tidy import MODELS, smallest_quarter
 
 if TYPE_CHECKING:
     from fedobp.result import Failure, Result
+
+
+# Columns of new clients, in words.
+_NEW_CLIENTS = {
+    "served": "as served",
+    "unlabelled": "without labels",
+    "visited": "after one round",
+    "visited_twice": "after two rounds",
+    "last": "own model",
+}
 
 
 def format_bytes(count: float) -> str:
@@ -35,23 +46,23 @@ def _protocol_note(results: "Sequence[Result]") -> str:
 
 def run_table(result: "Result") -> ResultTable:
     """Return one run's accuracies by model, and its costs."""
-    table = ResultTable("model", "pooled", "client mean", "std", "worst tenth", "balanced")
+    table = ResultTable("model", "pooled", "client mean", "std", "worst tenth", "balanced", "smallest quarter")
+    names = {
+        "served": "as served",
+        "last": "own last local model",
+        "finetuned": f"fine-tuned {result.config.finetune_epochs} epochs",
+    }
     rows: list[tuple[str, Accuracy | None]] = [
-        ("as served", result.accuracy),
-        ("own last local model", result.last),
-        (f"fine-tuned {result.config.finetune_epochs} epochs", result.finetuned),
+        *((name, getattr(result, MODELS[model])) for model, name in names.items()),
         ("as served, validation", result.validation),
+        *((f"new client, {name}", getattr(result.new_clients, column, None)) for column, name in _NEW_CLIENTS.items()),
     ]
-    if result.new_clients:
-        rows += [
-            ("new client, as served", result.new_clients.served),
-            ("new client, after one round", result.new_clients.visited),
-            ("new client, own model", result.new_clients.last),
-        ]
+    smallest = {name: smallest_quarter(result.clients, model) for model, name in names.items()}
     for name, column in rows:
         if column:
             values = (column.pooled, column.client_mean, column.client_std, column.worst_decile, column.balanced)
-            table.add_row(name, *(f"{value:.2f}" for value in values))
+            few = smallest.get(name)
+            table.add_row(name, *(f"{value:.2f}" for value in values), "-" if few is None else f"{few:.2f}")
     down, up = (_traffic(result, way) for way in ("down", "up"))
     cost = (
         f"Personal parameters per client: {result.personal.mean:,.0f} of {result.parameters:,}. Traffic per round: "
@@ -74,7 +85,7 @@ def _new_clients_note(results: "Sequence[Result]") -> list[str]:
     held_out = " or ".join(str(count) for count in sorted({run.config.holdout_clients for run in results}) if count)
     if not held_out:
         return []
-    return [f"New clients: {held_out}, held out of all rounds and of the other numbers; each trains once, by itself."]
+    return [f"New clients: {held_out}, held out of all rounds and of the other numbers; each trains by itself."]
 
 
 def _majority_note(results: "Sequence[Result]") -> list[str]:
@@ -105,8 +116,12 @@ def summarise(results: "Sequence[Result]") -> list[dict[str, Any]]:
 
 def _new_client_accuracies(runs: "Sequence[Result]") -> dict[str, list[float]]:
     """Return the pooled accuracies of held-out clients, if there are any."""
-    new = [run.new_clients for run in runs if run.new_clients]
-    return {"served": [one.served.pooled for one in new], "visited": [one.visited.pooled for one in new]} if new else {}
+    columns = {
+        name: [column.pooled for run in runs if (column := getattr(run.new_clients, name, None))]
+        for name in _NEW_CLIENTS
+        if name != "last"
+    }
+    return {name: values for name, values in columns.items() if values}
 
 
 def _mean_and_std(values: Sequence[float]) -> dict[str, float | None]:
@@ -118,7 +133,8 @@ def compare_table(results: "Sequence[Result]") -> ResultTable:
     """Return a row for each method, in the order given; if other settings differ, for each combination of them."""
     groups = by_settings(results)
     accuracies = ["pooled", "client_mean", *(f"new_clients_{name}" for name in _new_client_accuracies(results))]
-    heads = {"client_mean": "client mean", "new_clients_served": "new client", "new_clients_visited": "after one round"}
+    heads = {f"new_clients_{name}": head for name, head in _NEW_CLIENTS.items()}
+    heads |= {"client_mean": "client mean", "new_clients_served": "new client"}
     names, metrics = [heads.get(name, name) for name in accuracies], shared_metrics(results)
     table = ResultTable("method", *names, *(METRICS[name] for name in metrics), "personal", "down", "up", "seconds")
     for row, runs in zip(summarise(results), groups.values(), strict=True):

@@ -1,7 +1,8 @@
 """Results as tidy rows: one for each run and each model that its clients are tested with."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from fedobp.config import Config
@@ -17,6 +18,18 @@ TEXTS = (
     "run", "method", "mode", "dataset", "partition", "protocol", "model", "options", "parts", "partition_options",
     "network", "config_hash", "partition_hash", "fedobp", "torch", "triton", "python", "device", "precision",
 )  # fmt: skip
+
+
+def smallest_quarter(clients: Sequence[Mapping[str, Any]], model: str) -> float | None:
+    """Return the mean accuracy of the quarter of clients with the fewest training samples, from rows of clients.csv.
+
+    A client with as many samples as the largest of them counts, too. Clients without test samples are left out.
+    """
+    known = [(row["train"], row[model]) for row in clients if None not in (row["train"], row.get(model))]
+    if not known:
+        return None
+    most = sorted(size for size, _ in known)[max(1, len(known) // 4) - 1]
+    return fmean(accuracy for size, accuracy in known if size <= most)
 
 
 def tidy_rows(run: "SavedRun") -> list[dict[str, Any]]:
@@ -42,8 +55,17 @@ def tidy_rows(run: "SavedRun") -> list[dict[str, Any]]:
         "beside": len(origin["beside"]) if "beside" in origin else None,
     }
     columns = {model: result[name] for model, name in MODELS.items() if result.get(name)}
+    clients = run.clients()
     return [
-        {**_head(run), "model": model, "rounds": config.rounds, **values, **after} for model, values in columns.items()
+        {
+            **_head(run),
+            "model": model,
+            "rounds": config.rounds,
+            **values,
+            "smallest_quarter": smallest_quarter(clients, model),
+            **after,
+        }
+        for model, values in columns.items()
     ]
 
 
