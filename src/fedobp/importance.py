@@ -10,11 +10,11 @@ threshold are shared, so a client whose model equals the global one has no perso
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.func import grad, vmap
+from torch.func import grad, jvp, vmap
 from torch.nn import functional
 
 from fedobp.models import Model
@@ -133,8 +133,8 @@ def candidates(score: Tensor, count: int) -> Tensor:
     return torch.cat([chosen.flatten(-2), score[..., whole:]], dim=-1)
 
 
-def above(score: Tensor, q: float) -> Tensor:
-    """Eq. 7: the mask of personal entries, those strictly above the q-quantile of their vector (bool, score's shape).
+def quantile_threshold(score: Tensor, q: float) -> Tensor:
+    """Return the largest score that is not above the q-quantile of its vector: [..., 1].
 
     The interpolated quantile lies in [a, b) between two neighbours a <= b in sorted order, and no score lies between
     them: "above the quantile" is "above a", ties included. So only a, the (count + 1)-th largest score, is needed. It
@@ -144,7 +144,38 @@ def above(score: Tensor, q: float) -> Tensor:
     count = count_above(n, q)
     if count + 1 <= n - count:
         few = candidates(score, count + 1)
-        lower = few.topk(count + 1, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True)
-    else:
-        lower = score.topk(n - count, dim=-1, largest=False, sorted=False).values.amax(dim=-1, keepdim=True)
-    return score > lower
+        return few.topk(count + 1, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True)
+    return score.topk(n - count, dim=-1, largest=False, sorted=False).values.amax(dim=-1, keepdim=True)
+
+
+def above(score: Tensor, q: float) -> Tensor:
+    """Eq. 7: the mask of personal entries, those strictly above the q-quantile of their vector (bool, its shape)."""
+    return score > quantile_threshold(score, q)
+
+
+def rms_threshold(score: Tensor, c: float) -> Tensor:
+    """Return c^2 mean(score), [..., 1]: for score d^2, "above" is |d| > c rms(d), whatever the scale of d."""
+    return c**2 * score.mean(dim=-1, keepdim=True)
+
+
+def soft_mask(score: Tensor, threshold: Tensor, temperature: float) -> Tensor:
+    """Return weights sigmoid((log score - log threshold) / temperature); a score of 0 has the weight 0.
+
+    For temperature -> 0 this is the mask `score > threshold`, but for entries at the threshold, whose weight is 1/2.
+    """
+    weight = ((score.log() - threshold.log()) / temperature).sigmoid()
+    return torch.where(score > 0, weight, 0.0)
+
+
+def curvature(model: Model, theta: Tensor, direction: Tensor, batch: Samples) -> Tensor:
+    """Return the sum over real samples of s^T G s for the direction s, with G = J^T (diag(p) - p p^T) J.
+
+    J is the derivative of the logits and p their softmax, so G is the Fisher information of the model (Gauss-Newton).
+    That is the variance of J s under p; of a sequence it is the mean over its positions.
+    """
+    logits, change = cast(tuple[Tensor, Tensor], jvp(lambda at: model.logits(at, batch.x), (theta,), (direction,)))
+    p = logits.softmax(dim=-1)
+    mean = (p * change).sum(dim=-1, keepdim=True)
+    each = (p * (change - mean).square()).sum(dim=-1)
+    total: Tensor = ((each if each.ndim == 1 else each.mean(dim=-1)) * batch.weight).sum()
+    return total
