@@ -1,6 +1,7 @@
 """Scores, smoothing, normalisation and thresholds, against numbers computed by hand and an exact reference."""
 
 import math
+from collections import OrderedDict
 from decimal import Decimal
 from fractions import Fraction
 
@@ -8,17 +9,22 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from fedobp.importance import (
     SCORES,
     above,
     candidates,
     count_above,
+    curvature,
     product,
+    quantile_threshold,
+    rms_threshold,
     scale_global,
     scale_layers,
     smooth,
+    soft_mask,
     squared,
     squared_gradients,
 )
@@ -110,6 +116,55 @@ def test_squared_gradients_are_summed_over_real_samples(name, shape, dtype):
             total += torch.cat([p.grad.flatten() for p in module.parameters()]) ** 2
         torch.testing.assert_close(found[client], total)
         assert total.max() > 0
+
+
+# Curvature
+
+
+def samples_of(shape, *, classes=3, positions=()):
+    draw = torch.Generator().manual_seed(2)
+    x = torch.randn(5, *shape, generator=draw, dtype=torch.float64)
+    y = torch.randint(classes, (5, *positions), generator=draw)
+    return Batch(x, y, torch.tensor([1, 1, 0, 1, 1]).double(), *[torch.tensor(0)] * 3)
+
+
+@pytest.mark.usefixtures("networks")
+@pytest.mark.parametrize(("name", "shape"), [("mlp", (6,)), ("cnn-small", (1, 8, 8)), ("residual", (1, 8, 8))])
+def test_curvature_is_that_of_the_fisher_information_along_a_direction(name, shape):
+    """The Fisher information is the covariance of the gradients of log p over labels drawn from the model."""
+    model, batch = Model(name, shape, 3), samples_of(shape)
+    theta, step = model.initial(0).double(), model.initial(1).double()
+    expected = 0.0
+    for at, weight in enumerate(batch.weight):
+        logits, jacobian = (
+            (model.logits(theta, batch.x[at : at + 1])[0]),
+            torch.autograd.functional.jacobian(lambda w, at=at: model.logits(w, batch.x[at : at + 1])[0], theta),
+        )
+        p = logits.softmax(dim=0)
+        for label in range(3):
+            score = (torch.eye(3).double()[label] - p) @ jacobian  # d log p(label) / d theta
+            expected += weight * p[label] * (score @ step) ** 2
+    torch.testing.assert_close(curvature(model, theta, step, batch), expected)
+
+
+def test_curvature_of_a_linear_model_is_the_second_derivative_of_its_loss():
+    model, batch = Model(lambda shape, classes: nn.Sequential(OrderedDict(classifier=nn.Linear(4, 3))), (4,), 3), None
+    batch = samples_of((4,))
+    theta, step = model.initial(0).double(), model.initial(1).double()
+    each = lambda at: functional.cross_entropy(model.logits(at, batch.x), batch.y, reduction="none")  # noqa: E731
+    hessian = torch.autograd.functional.hessian(lambda at: (each(at) * batch.weight).sum(), theta)
+    torch.testing.assert_close(curvature(model, theta, step, batch), step @ hessian @ step)
+
+
+def test_curvature_of_a_sequence_is_the_mean_over_its_positions():
+    model = Model("lstm", (4,), 7, vocabulary=7, every_position=True)
+    theta, step = model.initial(0).double(), model.initial(1).double()
+    tokens = torch.randint(7, (5, 4), generator=torch.Generator().manual_seed(0))
+    batch = samples_of((4,), classes=7, positions=(4,))._replace(x=tokens)
+    jacobian = torch.autograd.functional.jacobian(lambda at: model.logits(at, tokens), theta)
+    change, p = jacobian @ step, model.logits(theta, tokens).softmax(dim=-1)
+    each = (p * change**2).sum(dim=-1) - (p * change).sum(dim=-1) ** 2
+    torch.testing.assert_close(curvature(model, theta, step, batch), (each.mean(dim=1) * batch.weight).sum())
 
 
 # Smoothing
@@ -320,6 +375,55 @@ def test_inputs_are_not_changed():
     score = vector(3, 1, 2)
     above(score, 0.5), scale_global(score), scale_layers(score, (1, 2)), smooth(score, score, torch.tensor(True), 0.5)
     assert score.tolist() == [3, 1, 2]
+
+
+def test_the_quantiles_threshold_is_the_largest_score_that_is_not_above_it():
+    rows = torch.tensor([[1.0, 2, 3, 4, 9], [5, 5, 5, 5, 5]])
+    assert quantile_threshold(rows, 0.6).tolist() == [[3], [5]]
+    assert quantile_threshold(rows, 1.0).tolist() == [[9], [5]]
+    assert quantile_threshold(rows, 0.0).tolist() == [[1], [5]]
+
+
+def test_the_rms_threshold_is_a_multiple_of_the_mean_score():
+    assert rms_threshold(torch.tensor([[1.0, 3, 0, 4], [0, 0, 0, 0]]), 3.0).tolist() == [[18], [0]]
+
+
+@checked
+@given(
+    row=st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=40),
+    c=st.sampled_from([0.5, 1.0, 1.5, 3.0]),
+    factor=st.floats(0.01, 100),
+)
+def test_the_rms_rule_does_not_depend_on_the_scale(row, c, factor):
+    d = torch.tensor(row, dtype=torch.float64)
+    score, scaled = d.square(), (d * factor).square()
+    # Precondition: no score is so near the threshold that rounding decides.
+    assume(((score / rms_threshold(score, c) - 1).abs() > 1e-9)[score > 0].all())
+    assert (score > rms_threshold(score, c)).equal(scaled > rms_threshold(scaled, c))
+    # Chebyshev: at most one in c^2 entries is c times above the root mean square.
+    assert (score > rms_threshold(score, c)).sum() * c**2 <= len(row) * (1 + 1e-9)
+
+
+def test_soft_weights_by_hand():
+    score, threshold = vector(0, 4, 9, 16, 36), vector(9)
+    assert soft_mask(score, threshold, 1.0).tolist() == [0, 0, 0, 1 - 9 / 16, 0.75]  # the non-negative garrote
+    assert soft_mask(score, threshold, 2.0).tolist() == [0, 0, 0, 0.25, 0.5]  # |d| = 4 and 6 become 1 and 3
+    assert soft_mask(score, threshold, 0.5).tolist() == pytest.approx([0, 0, 0, 1 - 81 / 256, 1 - 1 / 16])
+    assert soft_mask(vector(0, 0, 3), vector(0), 1.0).tolist() == [0, 0, 1]
+
+
+@checked
+@given(row=tied_rows, q=quantiles, temperature=st.floats(0.01, 100))
+def test_soft_weights_lie_between_nothing_and_the_mask_and_rise_with_the_score(row, q, temperature):
+    score = torch.tensor(row, dtype=torch.float64)
+    threshold = quantile_threshold(score, q)
+    weights = soft_mask(score, threshold, temperature)
+    assert (weights > 0).equal(above(score, q))
+    assert (weights <= 1).all()
+    assert (weights[score.argsort()].diff() >= 0).all()
+    assert (soft_mask(score, threshold, temperature / 2) >= weights).all()
+    # The limit, ties and scores at the threshold included.
+    torch.testing.assert_close(soft_mask(score, threshold, 1e-3), above(score, q).double(), rtol=0, atol=1e-9)
 
 
 @checked

@@ -10,11 +10,11 @@ threshold are shared, so a client whose model equals the global one has no perso
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.func import grad, jvp, vmap
+from torch.func import grad, vmap
 from torch.nn import functional
 
 from fedobp.models import Model
@@ -159,12 +159,12 @@ def rms_threshold(score: Tensor, c: float) -> Tensor:
 
 
 def soft_mask(score: Tensor, threshold: Tensor, temperature: float) -> Tensor:
-    """Return weights sigmoid((log score - log threshold) / temperature); a score of 0 has the weight 0.
+    """Return weights 1 - (threshold / score)^(1 / temperature) above the threshold, and 0 elsewhere.
 
-    For temperature -> 0 this is the mask `score > threshold`, but for entries at the threshold, whose weight is 1/2.
+    They rise from 0 at the threshold towards 1. For temperature -> 0 this is the mask `score > threshold`; for scores
+    d^2 it is the non-negative garrote at temperature 1, and at 2 soft thresholding: |d| becomes |d| - sqrt(threshold).
     """
-    weight = ((score.log() - threshold.log()) / temperature).sigmoid()
-    return torch.where(score > 0, weight, 0.0)
+    return torch.where(score > threshold, 1 - (threshold / score) ** (1 / temperature), 0.0)
 
 
 def curvature(model: Model, theta: Tensor, direction: Tensor, batch: Samples) -> Tensor:
@@ -173,7 +173,15 @@ def curvature(model: Model, theta: Tensor, direction: Tensor, batch: Samples) ->
     J is the derivative of the logits and p their softmax, so G is the Fisher information of the model (Gauss-Newton).
     That is the variance of J s under p; of a sequence it is the mean over its positions.
     """
-    logits, change = cast(tuple[Tensor, Tensor], jvp(lambda at: model.logits(at, batch.x), (theta,), (direction,)))
+
+    # J^T u is linear in u, and its derivative there is J: in reverse mode twice, as not all that torch computes has a
+    # forward mode.
+    def along(u: Tensor) -> Tensor:
+        transposed: Tensor = grad(lambda at: (model.logits(at, batch.x) * u).sum())(theta)
+        return (transposed * direction).sum()
+
+    logits = model.logits(theta, batch.x)
+    change: Tensor = grad(along)(torch.zeros_like(logits))
     p = logits.softmax(dim=-1)
     mean = (p * change).sum(dim=-1, keepdim=True)
     each = (p * (change - mean).square()).sum(dim=-1)

@@ -157,7 +157,7 @@ class Decoupled(FedOBP):
     c: float = fl.option(20.0, "of rule=rms: personal is |local - global| > c rms(local - global)", low=0.0)
     warmup: int = fl.option(0, f"rounds in which q rises from {_START}, geometrically in 1 - q; 0 is off", low=0)
     soft: float = fl.option(
-        0.0, "temperature of merging: weights sigmoid(log(score / threshold) / soft); 0 is the mask", low=0.0
+        0.0, "temperature: a personal entry has the weight 1 - (threshold / score)^(1 / soft); 0: the mask", low=0.0
     )
 
     def __post_init__(self) -> None:
@@ -174,6 +174,8 @@ class Decoupled(FedOBP):
             raise FedobpError(
                 "rule=statistic computes its own score at the global model: leave out score, norm, ema and start"
             )
+        if self.rule == "statistic" and self.soft > 0:
+            raise FedobpError("soft mixes a client's last values, which rule=statistic does not use: leave it out")
         if self.warmup and self.rule != "quantile":
             raise FedobpError(f"warmup raises q, which rule={self.rule} does not use: leave it out")
         if self.soft > 0 and self.score not in {**WITH_MODELS, **STEPS}:
@@ -183,7 +185,7 @@ class Decoupled(FedOBP):
 
     @property
     def at_client(self) -> bool:
-        """Whether the client scores: the score needs its samples, or all entries are mixed."""
+        """Whether the client scores: the score needs its samples, or it mixes its values with the global ones."""
         return self.score in STEPS or self.rule == "statistic" or self.soft > 0
 
     def in_round(self, round: int) -> "Decoupled":
@@ -264,7 +266,7 @@ class Decoupled(FedOBP):
         """Eq. 9: use the merged model, after scoring where the client scores."""
         if self.rule == "statistic":
             test = fl.Sweep(add_both, per_sample=True, passes=2)
-            return [take_global, test, self._choose_step, fl.Sweep(add_curvature), refit]
+            return [take_global, test, self._choose_step, fl.Sweep(add_curvature, passes=2), refit]
         if not self.at_client:
             return super().personalize(ctx)
         merge = self.in_round(ctx.round)._merge
@@ -273,22 +275,17 @@ class Decoupled(FedOBP):
         return [take_last, fl.Sweep(STEPS[self.score], per_sample=self.score != "fisher-batch"), merge]
 
     def _merge(self, model: fl.Model, client: fl.Client) -> fl.Client:
-        """Eq. 7 and 9 on the client; without samples all Fisher scores are 0, and no entry is personal.
-
-        With `soft` every entry is a mixture, and those that differ from the global model are the client's own.
-        """
+        """Eq. 7 and 9 on the client; without samples all Fisher scores are 0, and no entry is personal."""
         state, shared = client.state, fl.dense(client.download, "theta")
         score = self._score(client, shared)
         has_model = state["seen"] if self.start == "global" else torch.ones_like(state["seen"])
         if self.ema > 0:
             score = smooth(score, state["score"], state["scored"], self.ema)
             client = client.remember(score=score, scored=has_model)
-        chosen = self.personal(model, score)
-        if self.soft > 0:
-            theta = torch.lerp(shared, state["theta"], chosen * has_model)
-            return client.set(theta=theta, mine=theta != shared)
-        mine = chosen & has_model
-        return client.set(theta=torch.where(mine, state["theta"], shared), mine=mine)
+        weight = self.personal(model, score)
+        mine = (weight > 0) & has_model
+        own = torch.lerp(shared, state["theta"], weight) if self.soft > 0 else state["theta"]
+        return client.set(theta=torch.where(mine, own, shared), mine=mine)
 
     def _score(self, client: fl.Client, shared: Tensor) -> Tensor:
         last = client.state["theta"]

@@ -75,6 +75,9 @@ CASES = {
         {"q": 0.9, "score": "fisher-batch", "scope": "classifier", "start": "literal"}, {"q": 0.9, "score": "obd"},
         {"q": 0.9, "score": "obd", "norm": "global", "ema": 0.7}, {"q": 0.9, "score": "fisher", "pool": "tensor",
         "scope": "classifier"},
+        {"rule": "rms", "c": 2.0}, {"rule": "rms", "c": 1.5, "pool": "tensor", "score": "fisher"},
+        {"rule": "statistic", "pool": "tensor"}, {"q": 0.99, "warmup": 3}, {"q": 0.99, "warmup": 3, "score": "obd"},
+        {"q": 0.9, "soft": 1.0}, {"rule": "rms", "c": 2.0, "soft": 0.5, "score": "fisher", "ema": 0.7},
     ],
 }  # fmt: skip
 ALL = [(method, options) for method in METHODS for options in CASES.get(method, [{}])]
