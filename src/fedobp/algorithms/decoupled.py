@@ -240,7 +240,7 @@ class Decoupled(FedOBP):
         if self.rule == "rms":
             threshold = rms_threshold(score, self.c)
         elif self.rule == "statistic":
-            threshold = score.new_tensor(2 * math.log(score.shape[-1]))
+            threshold = torch.full_like(score[..., :1], 2 * math.log(score.shape[-1]))
         else:
             threshold = quantile_threshold(score, self.q)
         return soft_mask(score, threshold, self.soft) if self.soft > 0 else score > threshold

@@ -97,14 +97,16 @@ def test_every_method_equals_the_oracle(method, options, tmp_path):
 
 
 @pytest.mark.usefixtures("ragged")
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_equals_the_oracle_with_a_cnn(method, monkeypatch):
-    """In the CPU's form and in that of CUDA."""
+@pytest.mark.parametrize(
+    ("method", "options"), [*((name, {}) for name in METHODS), ("decoupled", {"rule": "statistic", "pool": "tensor"})]
+)
+def test_every_method_equals_the_oracle_with_a_cnn(method, options, monkeypatch):
+    """In the CPU's form and in that of CUDA. The statistic takes a second derivative."""
     settings = {**RAGGED, "model": "cnn-small", "rounds": 3, "eval_every": 3}
-    oracle = Federation(Config(**settings, engine="serial")).run(method)
-    same(Federation(Config(**settings)).run(method), oracle)
+    oracle = Federation(Config(**settings, engine="serial")).run(method, **options)
+    same(Federation(Config(**settings)).run(method, **options), oracle)
     monkeypatch.setattr(Vectorised, "model_on", lambda self, device: patched(self._model))
-    same(Federation(Config(**settings)).run(method), oracle)
+    same(Federation(Config(**settings)).run(method, **options), oracle)
 
 
 @pytest.mark.parametrize("q", [0.3, 0.5])
