@@ -25,6 +25,9 @@ Entries are correlated, so alpha minimises the quadratic model of the loss along
 (importance.curvature), and no constant:
 
     alpha = -g.s / s^T G s,    both summed over the samples
+
+Training starts from the global model then: refitted values hold nothing that training on the same samples would not
+find, and starting from them was unstable.
 """
 
 import math
@@ -247,6 +250,8 @@ class Decoupled(FedOBP):
 
     def client_update(self, ctx: fl.RoundContext) -> fl.Program:
         """Eq. 9 and 10: merge, train every entry, upload every entry."""
+        if self.rule == "statistic":
+            return [take_global, fl.Train(ctx.epochs), keep_and_upload]
         if self.at_client:
             return [*self.personalize(ctx), fl.Train(ctx.epochs), keep_and_upload]
         return super().client_update(ctx)
