@@ -71,7 +71,8 @@ def test_batch_norm_costs_fedbn_nothing(monkeypatch):
      ("fedrep", {}, 3, 0), ("local", {}, 3, 0), ("pfedme", {"inner": 4}, 12, 0), ("apfl", {}, 6, 0),
      ("apfl", {"adaptive": "on"}, 9, 0), ("apfl", {"mode": "as-published"}, 6, 0), ("fedbabu", {}, 3, 5),
      ("fedala", {"mode": "as-published"}, 3 + 5 / 6 * 0.8, 0.8), ("pfedfda", {}, 4, 1), ("feddpa", {}, 7, 1),
-     ("fedpac", {}, 5, 0), ("fedselect", {}, 6, 0), ("decoupled", {"score": "fisher", "q": 0.9}, 4, 1)],
+     ("fedpac", {}, 5, 0), ("fedselect", {}, 6, 0), ("decoupled", {"score": "fisher", "q": 0.9}, 4, 1),
+     ("decoupled", {"rule": "statistic"}, 3, 4), ("decoupled", {"soft": 1.0}, 3, 0)],
 )  # fmt: skip
 def test_passes_over_the_data_are_counted(method, options, visit, use, engine):
     config = Config(clients=5, participation=0.6, rounds=2, epochs=3, model="mlp", partition="iid", batch_size=32,

@@ -16,13 +16,14 @@ from fedobp.importance import (
     candidates,
     count_above,
     product,
+    quantile_threshold,
+    rms_threshold,
     scale_global,
     scale_layers,
     smooth,
+    soft_mask,
     squared,
-    squared_gradients,
 )
-from fedobp.method import Batch
 from fedobp.models import Model
 
 checked = settings(deadline=None, max_examples=100)
@@ -80,36 +81,6 @@ def test_scores_broadcast_one_global_model_over_clients():
 
 def test_scores_are_found_by_their_names():
     assert dict(SCORES) == {"squared": squared, "product": product}
-
-
-# Squared gradients
-
-
-IMAGE = (1, 8, 8)
-
-
-@pytest.mark.usefixtures("networks")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [("mlp", (6,)), ("cnn-small", IMAGE), ("residual", IMAGE), ("products", IMAGE), ("without-bias", IMAGE)],
-)
-def test_squared_gradients_are_summed_over_real_samples(name, shape, dtype):
-    model, draw = Model(name, shape, 3), torch.Generator().manual_seed(1)
-    thetas = torch.stack([model.initial(seed) for seed in (0, 1)]).to(dtype)
-    x, y = torch.randn(2, 5, *shape, generator=draw).to(dtype), torch.randint(3, (2, 5), generator=draw)
-    weight = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).to(dtype)
-    found = torch.func.vmap(
-        lambda theta, x, y, weight: squared_gradients(model, theta, Batch(x, y, weight, *[torch.tensor(0)] * 3))
-    )(thetas, x, y, weight)
-    for client, samples in ((0, 3), (1, 5)):
-        module, total = model.module(thetas[client]), torch.zeros_like(thetas[client])
-        for sample in range(samples):
-            module.zero_grad()
-            module(x[client, sample][None]).log_softmax(dim=1)[0, y[client, sample]].backward()
-            total += torch.cat([p.grad.flatten() for p in module.parameters()]) ** 2
-        torch.testing.assert_close(found[client], total)
-        assert total.max() > 0
 
 
 # Smoothing
@@ -320,6 +291,55 @@ def test_inputs_are_not_changed():
     score = vector(3, 1, 2)
     above(score, 0.5), scale_global(score), scale_layers(score, (1, 2)), smooth(score, score, torch.tensor(True), 0.5)
     assert score.tolist() == [3, 1, 2]
+
+
+def test_the_quantiles_threshold_is_the_largest_score_that_is_not_above_it():
+    rows = torch.tensor([[1.0, 2, 3, 4, 9], [5, 5, 5, 5, 5]])
+    assert quantile_threshold(rows, 0.6).tolist() == [[3], [5]]
+    assert quantile_threshold(rows, 1.0).tolist() == [[9], [5]]
+    assert quantile_threshold(rows, 0.0).tolist() == [[1], [5]]
+
+
+def test_the_rms_threshold_is_a_multiple_of_the_mean_score():
+    assert rms_threshold(torch.tensor([[1.0, 3, 0, 4], [0, 0, 0, 0]]), 3.0).tolist() == [[18], [0]]
+
+
+@checked
+@given(
+    row=st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=40),
+    c=st.sampled_from([0.5, 1.0, 1.5, 3.0]),
+    factor=st.floats(0.01, 100),
+)
+def test_the_rms_rule_does_not_depend_on_the_scale(row, c, factor):
+    d = torch.tensor(row, dtype=torch.float64)
+    score, scaled = d.square(), (d * factor).square()
+    # Precondition: no score is so near the threshold that rounding decides.
+    assume(((score / rms_threshold(score, c) - 1).abs() > 1e-9)[score > 0].all())
+    assert (score > rms_threshold(score, c)).equal(scaled > rms_threshold(scaled, c))
+    # Chebyshev: at most one in c^2 entries is c times above the root mean square.
+    assert (score > rms_threshold(score, c)).sum() * c**2 <= len(row) * (1 + 1e-9)
+
+
+def test_soft_weights_by_hand():
+    score, threshold = vector(0, 4, 9, 16, 36), vector(9)
+    assert soft_mask(score, threshold, 1.0).tolist() == [0, 0, 0, 1 - 9 / 16, 0.75]  # the non-negative garrote
+    assert soft_mask(score, threshold, 2.0).tolist() == [0, 0, 0, 0.25, 0.5]  # |d| = 4 and 6 become 1 and 3
+    assert soft_mask(score, threshold, 0.5).tolist() == pytest.approx([0, 0, 0, 1 - 81 / 256, 1 - 1 / 16])
+    assert soft_mask(vector(0, 0, 3), vector(0), 1.0).tolist() == [0, 0, 1]
+
+
+@checked
+@given(row=tied_rows, q=quantiles, temperature=st.floats(0.01, 100))
+def test_soft_weights_lie_between_nothing_and_the_mask_and_rise_with_the_score(row, q, temperature):
+    score = torch.tensor(row, dtype=torch.float64)
+    threshold = quantile_threshold(score, q)
+    weights = soft_mask(score, threshold, temperature)
+    assert (weights > 0).equal(above(score, q))
+    assert (weights <= 1).all()
+    assert (weights[score.argsort()].diff() >= 0).all()
+    assert (soft_mask(score, threshold, temperature / 2) >= weights).all()
+    # The limit, ties and scores at the threshold included.
+    torch.testing.assert_close(soft_mask(score, threshold, 1e-3), above(score, q).double(), rtol=0, atol=1e-9)
 
 
 @checked

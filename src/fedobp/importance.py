@@ -133,8 +133,8 @@ def candidates(score: Tensor, count: int) -> Tensor:
     return torch.cat([chosen.flatten(-2), score[..., whole:]], dim=-1)
 
 
-def above(score: Tensor, q: float) -> Tensor:
-    """Eq. 7: the mask of personal entries, those strictly above the q-quantile of their vector (bool, score's shape).
+def quantile_threshold(score: Tensor, q: float) -> Tensor:
+    """Return the largest score that is not above the q-quantile of its vector: [..., 1].
 
     The interpolated quantile lies in [a, b) between two neighbours a <= b in sorted order, and no score lies between
     them: "above the quantile" is "above a", ties included. So only a, the (count + 1)-th largest score, is needed. It
@@ -144,7 +144,46 @@ def above(score: Tensor, q: float) -> Tensor:
     count = count_above(n, q)
     if count + 1 <= n - count:
         few = candidates(score, count + 1)
-        lower = few.topk(count + 1, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True)
-    else:
-        lower = score.topk(n - count, dim=-1, largest=False, sorted=False).values.amax(dim=-1, keepdim=True)
-    return score > lower
+        return few.topk(count + 1, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True)
+    return score.topk(n - count, dim=-1, largest=False, sorted=False).values.amax(dim=-1, keepdim=True)
+
+
+def above(score: Tensor, q: float) -> Tensor:
+    """Eq. 7: the mask of personal entries, those strictly above the q-quantile of their vector (bool, its shape)."""
+    return score > quantile_threshold(score, q)
+
+
+def rms_threshold(score: Tensor, c: float) -> Tensor:
+    """Return c^2 mean(score), [..., 1]: for score d^2, "above" is |d| > c rms(d), whatever the scale of d."""
+    return c**2 * score.mean(dim=-1, keepdim=True)
+
+
+def soft_mask(score: Tensor, threshold: Tensor, temperature: float) -> Tensor:
+    """Return weights 1 - (threshold / score)^(1 / temperature) above the threshold, and 0 elsewhere.
+
+    They rise from 0 at the threshold towards 1. For temperature -> 0 this is the mask `score > threshold`; for scores
+    d^2 it is the non-negative garrote at temperature 1, and at 2 soft thresholding: |d| becomes |d| - sqrt(threshold).
+    """
+    return torch.where(score > threshold, 1 - (threshold / score) ** (1 / temperature), 0.0)
+
+
+def curvature(model: Model, theta: Tensor, direction: Tensor, batch: Samples) -> Tensor:
+    """Return the sum over real samples of s^T G s for the direction s, with G = J^T (diag(p) - p p^T) J.
+
+    J is the derivative of the logits and p their softmax, so G is the Fisher information of the model (Gauss-Newton).
+    That is the variance of J s under p; of a sequence it is the mean over its positions.
+    """
+
+    # J^T u is linear in u, and its derivative there is J: in reverse mode twice, as not all that torch computes has a
+    # forward mode.
+    def along(u: Tensor) -> Tensor:
+        transposed: Tensor = grad(lambda at: (model.logits(at, batch.x) * u).sum())(theta)
+        return (transposed * direction).sum()
+
+    logits = model.logits(theta, batch.x)
+    change: Tensor = grad(along)(torch.zeros_like(logits))
+    p = logits.softmax(dim=-1)
+    mean = (p * change).sum(dim=-1, keepdim=True)
+    each = (p * (change - mean).square()).sum(dim=-1)
+    total: Tensor = ((each if each.ndim == 1 else each.mean(dim=-1)) * batch.weight).sum()
+    return total

@@ -25,16 +25,24 @@ OPTIONS = {
     "fedselect": {"every": 1},
     "fedobp": {"q": 0.9, "ema": 0.5},
 }
+# Rules of `decoupled` with which some entries are personal.
+RULES = (
+    (("rule", "rms"), ("c", 2.0)),
+    (("rule", "statistic"),),
+    (("warmup", 2),),
+    (("q", 0.9), ("soft", 1.0)),
+)
 
 
 def cases():
-    """Yield (name, options) of every method in every mode, and of every score of `decoupled`."""
+    """Yield (name, options) of every method in every mode, and of every score and rule of `decoupled`."""
     for name, method in METHODS.items():
         modes = [choice for spec in method.options() if spec.name == "mode" for choice in spec.metadata["choices"]]
         for mode in modes or [None]:
             yield name, (*OPTIONS.get(name, {}).items(), *([("mode", mode)] if mode else []))
     [scores] = [spec.metadata["choices"] for spec in METHODS["decoupled"].options() if spec.name == "score"]
     yield from (("decoupled", (("q", 0.9), ("score", score))) for score in scores)
+    yield from (("decoupled", options) for options in RULES)
 
 
 CASES = [

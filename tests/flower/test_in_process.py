@@ -10,10 +10,11 @@ from flower.cases import SMALL, LocalGrid, prepared
 
 
 def cases():
-    """Every method, in each of its modes."""
+    """Every method, in each of its modes, and what clients of `decoupled` compute themselves."""
     for name, method in METHODS.items():
         modes = [spec.metadata["choices"] for spec in method.options() if spec.name == "mode"]
         yield from ((name, {"mode": mode}) for mode in modes[0]) if modes else [(name, {})]
+    yield from (("decoupled", options) for options in ({"rule": "statistic"}, {"q": 0.9, "soft": 1.0, "warmup": 2}))
 
 
 @pytest.mark.parametrize(("method", "options"), list(cases()), ids=str)

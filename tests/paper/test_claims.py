@@ -194,5 +194,8 @@ def test_runs_of_sweeps_are_no_rows_of_the_tables():
     assert not is_standard(swept(0.9, 80.0))
     assert not is_standard(swept(0.99998, 80.0, set={"score": "product"}))
     assert not is_standard(swept(0.99998, 80.0, set={"ema": "0.5"}))
+    for more, standard in (({}, True), ({"rule": "quantile", "warmup": 0, "soft": 0.0}, True), ({"rule": "rms"}, False),
+                           ({"warmup": 9}, False), ({"soft": 1.0}, False)):  # fmt: skip
+        assert is_standard(swept(0.99998, 80.0, method="decoupled", set={"pool": "global", **more})) == standard
     assert not is_standard(row("local", normalize="as-published"))
     assert not is_standard(row("fedobp", participation=0.5))

@@ -76,6 +76,9 @@ class Evidence:
         return curve(labelled(rows, dataset, alpha).get(name, []))
 
 
+_RULE = {"rule": "quantile", "warmup": "0", "soft": "0.0"}
+
+
 def is_standard(row: Row) -> bool:
     """Return whether a run has the settings of the accuracy tables; those of sweeps have others."""
     if row.get("normalize") == "as-published" or row["participation"] != 0.1:
@@ -90,6 +93,8 @@ def is_standard(row: Row) -> bool:
         quantile(row) == published_q(row["dataset"], row["alpha"])
         and float(option(row, "ema")) == 0
         and all(option(row, name) == value for name, value in plain.items())
+        # Results that are older than these options do not name them.
+        and all(option(row, name) in (value, "") for name, value in _RULE.items())
     )
 
 

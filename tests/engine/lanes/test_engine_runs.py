@@ -75,6 +75,9 @@ CASES = {
         {"q": 0.9, "score": "fisher-batch", "scope": "classifier", "start": "literal"}, {"q": 0.9, "score": "obd"},
         {"q": 0.9, "score": "obd", "norm": "global", "ema": 0.7}, {"q": 0.9, "score": "fisher", "pool": "tensor",
         "scope": "classifier"},
+        {"rule": "rms", "c": 2.0}, {"rule": "rms", "c": 1.5, "pool": "tensor", "score": "fisher"},
+        {"rule": "statistic", "pool": "tensor"}, {"q": 0.99, "warmup": 3}, {"q": 0.99, "warmup": 3, "score": "obd"},
+        {"q": 0.9, "soft": 1.0}, {"rule": "rms", "c": 2.0, "soft": 0.5, "score": "fisher", "ema": 0.7},
     ],
 }  # fmt: skip
 ALL = [(method, options) for method in METHODS for options in CASES.get(method, [{}])]
@@ -94,14 +97,16 @@ def test_every_method_equals_the_oracle(method, options, tmp_path):
 
 
 @pytest.mark.usefixtures("ragged")
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_equals_the_oracle_with_a_cnn(method, monkeypatch):
-    """In the CPU's form and in that of CUDA."""
+@pytest.mark.parametrize(
+    ("method", "options"), [*((name, {}) for name in METHODS), ("decoupled", {"rule": "statistic", "pool": "tensor"})]
+)
+def test_every_method_equals_the_oracle_with_a_cnn(method, options, monkeypatch):
+    """In the CPU's form and in that of CUDA. The statistic takes a second derivative."""
     settings = {**RAGGED, "model": "cnn-small", "rounds": 3, "eval_every": 3}
-    oracle = Federation(Config(**settings, engine="serial")).run(method)
-    same(Federation(Config(**settings)).run(method), oracle)
+    oracle = Federation(Config(**settings, engine="serial")).run(method, **options)
+    same(Federation(Config(**settings)).run(method, **options), oracle)
     monkeypatch.setattr(Vectorised, "model_on", lambda self, device: patched(self._model))
-    same(Federation(Config(**settings)).run(method), oracle)
+    same(Federation(Config(**settings)).run(method, **options), oracle)
 
 
 @pytest.mark.parametrize("q", [0.3, 0.5])
