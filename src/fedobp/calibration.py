@@ -16,7 +16,7 @@ from fedobp.models import sample_losses
 
 PSEUDO_COUNT = 0.5  # of each class: Jeffreys' prior
 _NEWTON_STEPS = 12
-_CG_STEPS = 20  # of conjugate gradients, in a Newton step with many numbers
+_HEAD_STEPS, _CG_STEPS = 8, 12  # for the head: Newton steps, and conjugate gradients in each
 _LENGTHS = (1.0, 0.5, 0.2, 0.05, 0.0)  # of a Newton step, of which the best is taken
 _SMALLEST_SCALE = 1e-3
 _HELD = 0.1  # samples, with whose weight an entry of the head is held at the global value
@@ -115,7 +115,7 @@ def fit_head(features: Tensor, y: Tensor, w: Tensor, weight: Tensor, bias: Tenso
         fit = (sample_losses(a * (z + f @ d.T + o + e), y) * w).sum()
         return fit - PSEUDO_COUNT * (a * (o + e)).log_softmax(-1).sum() + held / 2 * d.square().sum()
 
-    for _ in range(_NEWTON_STEPS):
+    for _ in range(_HEAD_STEPS):
         p, q = (a * (z + f @ d.T + o + e)).softmax(-1), (a * (o + e)).softmax(-1)
         rest = (p - target) * w[:, None]
         slope_d = torch.where(chosen, a * rest.T @ f + held * d, 0)

@@ -6,6 +6,7 @@ that shrinks, and finished lanes are not changed.
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,13 +104,16 @@ class Trainer:
         size = max((lane.n for lane in lanes), default=0) if item.whole else self._batch
 
         def sweep(some: Sequence[Lane]) -> tuple[list[int], int]:
-            after, epochs, slots = self._functions.sweep(some, size)
+            after, epochs, slots = self._functions.sweep(some, some[0].n if item.whole else size)
             for name, values in after.items():
                 torch._foreach_copy_([scratch[lane.index][name][lane.row] for lane in some], list(values.unbind()))
             return epochs, slots
 
         each = size * self._model.layout.size * like.element_size() if item.per_sample else 0
         stacks = self._workers.stacks(lanes, like, size, plain=False, more=each)
+        if item.whole:  # clients of similar size together: a stack is padded to its largest
+            largest_first = iter(sorted(lanes, key=lambda lane: -lane.n))
+            stacks = [list(islice(largest_first, len(stack))) for stack in stacks]
         done = self._workers.map(sweep, stacks, like.device)
         for some, (epochs, _) in zip(stacks, done, strict=True):
             for lane, times in zip(some, epochs, strict=True):
