@@ -158,7 +158,7 @@ def test_what_is_no_sequence_of_tokens_is_refused(tokens, more, message):
         Dataset.from_data(tokens, tokens=True, **more)
 
 
-@pytest.mark.parametrize("partition", ["dirichlet", "dirichlet-equal", "shards", "classes"])
+@pytest.mark.parametrize("partition", ["dirichlet", "dirichlet-equal", "shards", "classes", "feature", "concept"])
 def test_partitions_by_label_need_one(partition):
     with pytest.raises(FedobpError, match="use --partition natural, iid or quantity"):
         federation(partition=partition, clients=3)

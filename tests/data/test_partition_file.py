@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedobp.data import Dataset, load_partition, partition, partition_hash, partition_settings, save_partition
+from fedobp.data.client_changes import ClientChange
 from fedobp.data.partition import Shard
-from fedobp.data.partitioners import InputChange
 from fedobp.errors import FedobpError
 from fedobp.files import read_checked_json, write_checked_json
 
@@ -95,9 +95,9 @@ def test_the_hash_covers_all_content(shards):
     others = [
         [Shard(two, one, three)],
         [Shard(one, np.array([], dtype=np.int64), np.array([2, 3]))],
-        [Shard(one, two, three, InputChange(turns=1))],
-        [Shard(one, two, three, InputChange(noise=0.1))],
-        [Shard(one, two, three, InputChange(seed=1))],
+        [Shard(one, two, three, ClientChange(turns=1))],
+        [Shard(one, two, three, ClientChange(noise=0.1))],
+        [Shard(one, two, three, ClientChange(seed=1))],
         [Shard(one, two, three, held_out=True)],
         [Shard(one, two, three), Shard(*[np.array([], dtype=np.int64)] * 3)],
     ]
@@ -141,8 +141,8 @@ def test_a_changed_bit_of_the_json_is_refused(saved, at, bit):
 
 def test_a_newer_format_is_named(saved):
     change = json.loads(saved.with_suffix(".json").read_text())
-    saved.with_suffix(".json").write_text(json.dumps({**change, "format": 2}))
-    with pytest.raises(FedobpError, match=r"four.json has format 2, and this fedobp reads 1: use a newer fedobp"):
+    saved.with_suffix(".json").write_text(json.dumps({**change, "format": 3}))
+    with pytest.raises(FedobpError, match=r"four.json has format 3, and this fedobp reads 1 to 2: use a newer fedobp"):
         load_partition(saved, dataset())
 
 

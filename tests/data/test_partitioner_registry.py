@@ -8,7 +8,7 @@ import pytest
 
 from fedobp import Config, Federation, FedobpError
 from fedobp.data import Partitioner, PartitionTask, partition, partitioner
-from fedobp.data.partitioners import InputChange
+from fedobp.data.client_changes import ClientChange
 from fedobp.options import option
 
 Y = np.arange(60) % 4
@@ -40,8 +40,8 @@ class Halves(Partitioner):
     def assign(self, task):
         return in_turn(task, first=self.first)
 
-    def input_changes(self, task):
-        return [InputChange(turns=client % 2) for client in range(task.clients)]
+    def client_changes(self, task):
+        return [ClientChange(turns=client % 2) for client in range(task.clients)]
 
 
 @pytest.fixture
@@ -150,8 +150,8 @@ class FewChanges(Halves):
 
     name: ClassVar[str] = "few"
 
-    def input_changes(self, task):
-        return [InputChange()]
+    def client_changes(self, task):
+        return [ClientChange()]
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class NoChanges(Halves):
 
     name: ClassVar[str] = "none"
 
-    def input_changes(self, task):
+    def client_changes(self, task):
         raise KeyError("turns")
 
 

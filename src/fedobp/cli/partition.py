@@ -59,9 +59,7 @@ def partition(
     if plot:
         plot_partition(dataset, shards, plot, partition_title(config))
         lines.append(f"Picture: {plot}")
-    found = (
-        save_partition(save, dataset, shards, config.partition_settings) if save else partition_hash(dataset, shards)
-    )
+    found = save_partition(save, source, shards, config.partition_settings) if save else partition_hash(source, shards)
     if save:
         lines.append(f"Saved. {next_command(config.dataset, given.get('data_dir'), '--partition-file', save)}")
     if as_json:
