@@ -171,7 +171,7 @@ def test_other_partitions_do_not(partition):
 
 def test_tokens_cannot_be_rotated():
     with pytest.raises(FedobpError, match="tokens, which cannot be changed"):
-        federation(partition="feature", clients=3)
+        Federation.from_data(TEXT, OWNER, tokens=True, config=Config(partition="feature", clients=3))
 
 
 def test_models_of_numbers_refuse_tokens_and_the_other_way_round():

@@ -77,6 +77,24 @@ def test_a_class_may_change_inputs_and_share_no_samples():
     assert shared.data.x is plain.data.x
 
 
+@dataclass(frozen=True)
+class Pairs(Halves):
+    """Every second client is in a group of its own, without a change."""
+
+    name: ClassVar[str] = "pairs"
+
+    def client_changes(self, task):
+        return [ClientChange(group=client % 2) for client in range(task.clients)]
+
+
+def test_a_class_may_name_groups_alone():
+    one, plain = Federation(Config(partition=Pairs, clients=4)), Federation(Config(partition=in_turn, clients=4))
+    assert one.data.groups.tolist() == [0, 1, 0, 1]
+    assert np.array_equal(one.data.x.numpy(), plain.data.x.numpy())
+    assert plain.data.groups.tolist() == [0, 0, 0, 0]
+    assert one.partition != plain.partition
+
+
 def test_runs_with_a_function_are_recorded(tmp_path, module):
     config = Config(partition="mypartitions:in_turn", clients=4, rounds=1, epochs=1)
     assert Federation(config).run("fedavg").notes == ()
@@ -155,6 +173,26 @@ class FewChanges(Halves):
 
 
 @dataclass(frozen=True)
+class WrongChange(Halves):
+    """Returns labels that are not there."""
+
+    name: ClassVar[str] = "wrong"
+
+    def client_changes(self, task):
+        return [ClientChange(), ClientChange(labels=(1, 2, 3, 4)), ClientChange()]
+
+
+@dataclass(frozen=True)
+class TextChange(Halves):
+    """Returns no change at all."""
+
+    name: ClassVar[str] = "text"
+
+    def client_changes(self, task):
+        return ["turned", *[ClientChange()] * 2]
+
+
+@dataclass(frozen=True)
 class NoChanges(Halves):
     """Fails."""
 
@@ -173,6 +211,11 @@ class Nameless(Partitioner):
     ("given", "message"),
     [
         (FewChanges, "must return one change for each client"),
+        (
+            WrongChange,
+            "'wrong' gives client 1 the change .*: return a `ClientChange` .*, 4 labels or none",
+        ),
+        (TextChange, "partition 'text' gives client 0 the change turned: return a `ClientChange`"),
         (NoChanges, "KeyError: 'turns' .partition 'none'"),
         (Nameless, "has no text `name`"),
         (max, "is no function of a task"),

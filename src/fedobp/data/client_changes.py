@@ -31,7 +31,7 @@ class ClientChange:
             and all(0 <= strength <= 1 for strength in (self.blur, self.contrast, self.colour))
             and len(self.labels) in (0, labels)
             and all(0 <= label < labels for label in self.labels)
-            and (self.group is None or 0 <= self.group < clients)
+            and (self.group is None or (isinstance(self.group, int | np.integer) and 0 <= self.group < clients))
         )
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
@@ -89,7 +89,8 @@ def changed_inputs(x: NDArray[Any], change: ClientChange, within: InputRange) ->
 def blurred(images: NDArray[Any], deviation: float) -> NDArray[np.float64]:
     """Return images [n, H, W, ...] after a Gaussian blur; beyond its edge an image goes on as at the edge."""
     reach = math.ceil(3 * deviation)
-    kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / deviation) ** 2)
+    with np.errstate(over="ignore"):  # a tiny deviation gives neighbours the weight exp(-inf) = 0
+        kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / deviation) ** 2)
     found = images.astype(np.float64)
     for axis in (1, 2):  # the kernel is a product of one along each axis
         size = found.shape[axis]

@@ -66,17 +66,18 @@ def assigned(maker: Partitioner, task: PartitionTask) -> list[Indices]:
 
 def changes(maker: Partitioner, task: PartitionTask) -> list[ClientChange]:
     """Return each client's change, checked like what is assigned."""
+    labels = int(task.y.max(initial=-1)) + 1
     with _attributed(maker):
         found = maker.client_changes(task)
-    if not isinstance(found, Sequence) or len(found) != task.clients:
-        raise FedobpError(f"`client_changes` of partition '{maker.name}' must return one change for each client")
-    labels = int(task.y.max(initial=-1)) + 1
-    for client, change in enumerate(found):
-        if not isinstance(change, ClientChange) or not change.is_valid(task.clients, labels):
-            raise FedobpError(
-                f"partition '{maker.name}' gives client {client} the change {short(change, 200)}: return a "
-                f"`ClientChange` with values in their ranges, {labels} labels or none, and a group below {task.clients}"
-            )
+        if not isinstance(found, Sequence) or len(found) != task.clients:
+            raise FedobpError(f"`client_changes` of partition '{maker.name}' must return one change for each client")
+        for client, change in enumerate(found):
+            if not isinstance(change, ClientChange) or not change.is_valid(task.clients, labels):
+                raise FedobpError(
+                    f"partition '{maker.name}' gives client {client} the change {short(change, 200)}: return a "
+                    f"`ClientChange` with values in their ranges, {labels} labels or none, and a group below "
+                    f"{task.clients}"
+                )
     return list(found)
 
 
