@@ -262,6 +262,20 @@ def test_a_plain_federation_beside_a_changed_one_has_plain_samples():
     assert torch.equal(plain.data.x[:, 0], torch.as_tensor(load("digits", data_dir()).x))
 
 
+def test_training_and_tests_see_each_clients_own_labels():
+    changed = Federation(Config(**TINY, partition="concept"))
+    plain = Federation(Config(**TINY, partition="iid"), beside=changed)
+    digits, shards = load("digits", data_dir()), partition(load("digits", data_dir()).y, 6, kind="concept")
+    assert torch.equal(plain.data.y, torch.as_tensor(digits.y))
+    assert changed.data.groups.tolist() == [shard.group for shard in shards]
+    for client, shard in enumerate(shards):
+        new = np.array(shard.change.labels or range(10))
+        for split in ("train", "test"):
+            assert changed.data.targets(client, split).tolist() == new[digits.y[getattr(shard, split)]].tolist()
+        counted = torch.bincount(changed.data.targets(client, "train"), minlength=10)
+        assert torch.equal(changed.data.counts(client), counted)
+
+
 def test_training_sees_rotated_images():
     federation = Federation(Config(**TINY, partition="feature", normalize="none"))
     digits, shards = load("digits", data_dir()), partition(load("digits", data_dir()).y, 6, kind="feature")

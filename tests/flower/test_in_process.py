@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedobp import Config
+from fedobp import Config, FedobpError
 from fedobp.algorithms import METHODS
 from fedobp.flower.server import serve
 from flower.cases import SMALL, LocalGrid, prepared
@@ -30,10 +30,22 @@ def test_compressed_messages_equal_the_simulation(method, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "more", [{"metrics": "loss,f1,ece,confusion"}, {"precision": "fp64"}, {"partition": "feature"}]
+    "more",
+    [
+        {"metrics": "loss,f1,ece,confusion"},
+        {"precision": "fp64"},
+        {"partition": "feature"},
+        {"partition": "concept", "partition_options": {"groups": 2, "change": "merge"}},
+    ],
 )
 def test_other_settings_equal_the_simulation(more, tmp_path):
     equals_the_simulation(tmp_path, method="fedobp", **more)
+
+
+def test_groups_are_refused_which_only_a_simulation_knows(tmp_path):
+    settings, _ = prepared(tmp_path / "nodes", Config(**SMALL, method="group-oracle", partition="concept"))
+    with pytest.raises(FedobpError, match="group-oracle needs the groups of clients, which only a simulation knows"):
+        serve(LocalGrid(tmp_path / "nodes", 5), settings, tmp_path / "served", lambda text: None)
 
 
 @pytest.mark.parametrize("labels", [False, True])
