@@ -40,7 +40,6 @@ def trained(ctx, download, *steps):
     ]
 
 
-@pytest.mark.essential
 def test_rounds_by_hand():
     server, record, state = ORACLE.init(None, vector(0, 0), 0)
     assert (record, state) == ({}, {})

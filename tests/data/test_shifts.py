@@ -93,6 +93,7 @@ def test_four_groups_of_rotations_are_the_default():
     [
         ({"groups": 5}, "groups=5 of feature must be at most 4, because there are four rotations; or leave it out"),
         ({"groups": 1, "change": "blur"}, "groups=1 of feature must be at least 2; or leave it out"),
+        ({"groups": -2}, "option 'groups' of feature must be at least 0, not -2"),
     ],
 )
 def test_impossible_groups_are_refused(options, sentence):

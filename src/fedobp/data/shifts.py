@@ -39,7 +39,9 @@ class Feature(Partitioner):
         high=10.0,
     )
     strength: float = option(0.8, "the largest strength of blur, contrast or colour", low=0.0, high=1.0)
-    groups: int = option(0, "groups of clients with the same change; 0: four rotations, else each client its own")
+    groups: int = option(
+        0, "groups of clients with the same change; 0: four rotations, else each client its own", low=0
+    )
     labels: str = option("iid", "how samples are assigned", choices=("iid", "dirichlet"))
 
     def assign(self, task: PartitionTask) -> list[Indices]:
