@@ -1,7 +1,7 @@
 """The oracle of partitions with groups: FedAvg within each group of clients whose data the partition changed alike.
 
 Clustered federated learning (IFCA, Ghosh et al., 2020) estimates groups from losses; here they are known. So it is no
-method to use, but the accuracy that one model per group has. Without groups it is FedAvg.
+method to use, but the accuracy that one model for each group has. Without groups it is FedAvg.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class GroupOracle(FedAvg):
 
     name: ClassVar[str] = "group-oracle"
     summary: ClassVar[str] = "FedAvg within each group of clients, which the partition knows: for simulations only"
-    paper: ClassVar[str] = "no paper: an upper baseline for partitions with groups; without groups it is FedAvg"
+    paper: ClassVar[str] = "no paper: what knowing the groups gives; without groups it is FedAvg"
 
     def download(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> tuple[fl.Record, fl.Tensors]:
         """Send each client the model of its group; all groups start from theta^0."""
