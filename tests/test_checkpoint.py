@@ -71,6 +71,15 @@ def test_every_method_goes_on_to_the_same_bytes(method, options, tmp_path):
     assert not (tmp_path / "cut" / "checkpoint").exists()
 
 
+def test_a_method_goes_on_whose_server_holds_more_after_some_rounds(tmp_path):
+    """pFedSim holds all clients' models after its warm-up of three rounds."""
+    config = Config(**SMALL, method="pfedsim")
+    Federation(config).run(out=tmp_path / "whole", checkpoint_every=0)
+    begin(config, tmp_path / "cut", stop=5, every=1)
+    assert go_on(config, tmp_path / "cut") == [6]
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("engine", ["serial", "lanes"])
 def test_a_launch_goes_on_as_a_whole(engine, tmp_path):
     """Runs of different lengths, one of which ends before the interruption."""

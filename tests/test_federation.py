@@ -196,6 +196,7 @@ GOLDEN = {
     "fedpac": (63.59550561797753, 65.34098599361758, 9.006665725776422),
     "flute": (58.876404494382015, 64.20070285333443, 8.96984300147067),
     "feddpa": (42.02247191011236, 43.733891333891336, 9.153824648522138),
+    "group-oracle": (9.438202247191011, 17.672643146327356, 9.060437821881582),  # there are no groups: FedAvg
     "fedselect": (8.539325842696629, 12.556390977443609, 9.089700392869691),
 }
 
@@ -228,7 +229,7 @@ def test_fedobp_beats_fedavg_and_local_only_on_the_demo(seed):
 def test_every_partition_runs(wards):
     for name in PARTITIONERS:
         given = {"clients": 3, "rounds": 1, "alpha": 5.0, "epochs": 1, "partition": name, "dataset": "wards"}
-        options = {"change": "noise"} if name == "feature" else {}
+        options = {"feature": {"change": "noise"}, "concept": {"groups": 2}}.get(name, {})
         federation = Federation(Config(**given, partition_options=options))
         assert federation.run("fedavg").accuracy.pooled > 0
         assert federation.data.clients == 3
@@ -259,6 +260,20 @@ def test_a_plain_federation_beside_a_changed_one_has_plain_samples():
     changed = Federation(Config(**TINY, partition="feature"))
     plain = Federation(Config(**TINY, partition="iid"), beside=changed)
     assert torch.equal(plain.data.x[:, 0], torch.as_tensor(load("digits", data_dir()).x))
+
+
+def test_training_and_tests_see_each_clients_own_labels():
+    changed = Federation(Config(**TINY, partition="concept"))
+    plain = Federation(Config(**TINY, partition="iid"), beside=changed)
+    digits, shards = load("digits", data_dir()), partition(load("digits", data_dir()).y, 6, kind="concept")
+    assert torch.equal(plain.data.y, torch.as_tensor(digits.y))
+    assert changed.data.groups.tolist() == [shard.group for shard in shards]
+    for client, shard in enumerate(shards):
+        new = np.array(shard.change.labels or range(10))
+        for split in ("train", "test"):
+            assert changed.data.targets(client, split).tolist() == new[digits.y[getattr(shard, split)]].tolist()
+        counted = torch.bincount(changed.data.targets(client, "train"), minlength=10)
+        assert torch.equal(changed.data.counts(client), counted)
 
 
 def test_training_sees_rotated_images():

@@ -158,7 +158,7 @@ def test_what_is_no_sequence_of_tokens_is_refused(tokens, more, message):
         Dataset.from_data(tokens, tokens=True, **more)
 
 
-@pytest.mark.parametrize("partition", ["dirichlet", "dirichlet-equal", "shards", "classes"])
+@pytest.mark.parametrize("partition", ["dirichlet", "dirichlet-equal", "shards", "classes", "feature", "concept"])
 def test_partitions_by_label_need_one(partition):
     with pytest.raises(FedobpError, match="use --partition natural, iid or quantity"):
         federation(partition=partition, clients=3)
@@ -171,7 +171,7 @@ def test_other_partitions_do_not(partition):
 
 def test_tokens_cannot_be_rotated():
     with pytest.raises(FedobpError, match="tokens, which cannot be changed"):
-        federation(partition="feature", clients=3)
+        Federation.from_data(TEXT, OWNER, tokens=True, config=Config(partition="feature", clients=3))
 
 
 def test_models_of_numbers_refuse_tokens_and_the_other_way_round():

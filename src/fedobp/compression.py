@@ -169,7 +169,7 @@ class Compressed(Wrapped):
         What a method sends or uploads in other rounds only is not compressed.
         """
         server, record, state = self.inner.init(model, theta, seed)
-        ctx = RoundContext(model, 1, 2, 1, 1, torch.tensor([0]), seed, torch.zeros_like)
+        ctx = RoundContext(model, 1, 2, 1, 1, torch.tensor([0]), seed, torch.zeros_like, torch.tensor([0]))
         cohort, _ = self.inner.download(ctx, server, {name: value[None] for name, value in record.items()})
         download = take(cohort, 0)
         upload = self.inner.expected_upload(ctx, download, state) if self.up != "none" else {}

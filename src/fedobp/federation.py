@@ -23,7 +23,7 @@ from fedobp.data import (
     load_partition,
     partition,
     partition_hash,
-    with_client_inputs,
+    with_client_changes,
 )
 from fedobp.engine import dtype_of
 from fedobp.errors import FedobpError, short
@@ -45,7 +45,7 @@ def read(config: Config) -> Dataset:
 def assign(config: Config, dataset: Dataset) -> tuple[Dataset, list[Shard]]:
     """Assign a dataset's samples to clients: by a saved partition, or by a new one from the resolved settings.
 
-    Where the partition changes clients' inputs, the dataset that comes back has the changed ones.
+    Where the partition changes clients' inputs or labels, the dataset that comes back has the changed ones.
     """
     if config.partition_file:
         shards = load_partition(Path(config.partition_file), dataset)
@@ -62,7 +62,7 @@ def assign(config: Config, dataset: Dataset) -> tuple[Dataset, list[Shard]]:
             natural=dataset.clients,
             test=dataset.test,
         )
-    return with_client_inputs(dataset, shards), shards
+    return with_client_changes(dataset, shards), shards
 
 
 class Federation:
@@ -125,10 +125,11 @@ class Federation:
             )  # fmt: skip
             return made, made.partition_hash
         dataset, shards = assign(config, self.source)
+        found = partition_hash(self.source, shards)
         if beside is not None and shares:
-            return beside.data.repartitioned(dataset, shards, config.normalize), partition_hash(dataset, shards)
+            return beside.data.repartitioned(dataset, shards, config.normalize), found
         device, dtype = torch.device(config.device), dtype_of(config.precision)
-        return FederatedData(dataset, shards, device, dtype, config.normalize), partition_hash(dataset, shards)
+        return FederatedData(dataset, shards, device, dtype, config.normalize), found
 
     def __repr__(self) -> str:
         name, clients, size = self.config.dataset, self.config.clients, self.model.layout.size

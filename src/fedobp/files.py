@@ -151,21 +151,21 @@ def write_json(path: Path, value: object) -> None:
 JSON_FORMAT = 1
 
 
-def write_checked_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_checked_json(path: Path, value: Mapping[str, Any], version: int = JSON_FORMAT) -> None:
     """Write a JSON object with a format version, and a checksum of all that it holds."""
-    write_json(path, with_checksum(value))
+    write_json(path, with_checksum(value, version))
 
 
-def with_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
+def with_checksum(value: Mapping[str, Any], version: int = JSON_FORMAT) -> dict[str, Any]:
     """Return a JSON object with a format version and a checksum."""
-    content = {**json.loads(json.dumps(value)), "format": JSON_FORMAT}  # as it will be read: keys are texts
+    content = {**json.loads(json.dumps(value)), "format": version}  # as it will be read: keys are texts
     return {**content, "sha256": _json_checksum(content)}
 
 
-def read_checked_json(path: Path) -> dict[str, Any]:
+def read_checked_json(path: Path, newest: int = JSON_FORMAT) -> dict[str, Any]:
     """Return a JSON object that is as it was written; what is not JSON raises a ValueError.
 
-    One of an older version has no checksum, and is read as it is.
+    Formats from 1 to the `newest` are read. One of an older version has no checksum, and is read as it is.
     """
     where, content = short(path, 200), json.loads(regular(path).read_text(encoding="utf-8"))
     if not isinstance(content, dict):
@@ -173,10 +173,9 @@ def read_checked_json(path: Path) -> dict[str, Any]:
     version, checksum = content.get("format"), content.pop("sha256", None)
     if version is None and checksum is None:
         return content
-    if version is not None and version != JSON_FORMAT:
-        raise FedobpError(
-            f"{where} has format {short(version)}, and this fedobp reads {JSON_FORMAT}: use a newer fedobp"
-        )
+    if version is not None and version not in range(JSON_FORMAT, newest + 1):
+        read = JSON_FORMAT if newest == JSON_FORMAT else f"{JSON_FORMAT} to {newest}"
+        raise FedobpError(f"{where} has format {short(version)}, and this fedobp reads {read}: use a newer fedobp")
     if checksum != _json_checksum(content):
         raise FedobpError(f"{where} is damaged: its checksum is not that of its content; take another copy")
     content.pop("format", None)

@@ -45,16 +45,16 @@ def engine_for(config: Config, model: Model, batch: int | None = None) -> Engine
 
 
 def samples_key(config: Config) -> tuple[object, ...]:
-    """Return what the samples in memory depend on; a partition that changes inputs makes samples of its own."""
-    own = (*config.partition_settings.values(), config.partition_file) if _changes_inputs(config) else None
+    """Return what the samples in memory depend on; a partition that changes samples has its own."""
+    own = (*config.partition_settings.values(), config.partition_file) if _changes_samples(config) else None
     return config.dataset, config.data_dir, config.device, dtype_of(config.precision), own
 
 
-def _changes_inputs(config: Config) -> bool:
-    """Return whether a partition may change clients' inputs; a saved one of the user's may."""
+def _changes_samples(config: Config) -> bool:
+    """Return whether a partition may change clients' samples; a saved one of the user's may."""
     if config.partition_file is not None and config.partition not in PARTITIONERS:
         return True
-    return partitioner(config.partition).changes_inputs()
+    return partitioner(config.partition).changes_samples()
 
 
 def _launch_key(config: Config) -> tuple[object, ...]:

@@ -141,7 +141,7 @@ class LabelPrior(Wrapped):
     def init(self, model: Model, theta: Tensor, seed: int) -> InitialState:
         """Refuse what has no linear head with a bias, or no plain cross-entropy."""
         model.head(theta)
-        ctx = RoundContext(model, 1, 2, 1, 1, torch.tensor([0]), seed, torch.zeros_like)
+        ctx = RoundContext(model, 1, 2, 1, 1, torch.tensor([0]), seed, torch.zeros_like, torch.tensor([0]))
         program: list[Any] = [*self.inner.client_update(ctx), *self.inner.personalize(ctx)]
         custom = [item for item in program if isinstance(item, Sweep) or getattr(item, "loss", None) is not None]
         if custom or self.inner.predict is not None:

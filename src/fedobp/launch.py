@@ -106,6 +106,7 @@ def simulate(
         budget,
         provenance=engine.provenance(data.x.device),
         global_gradient=partial(global_gradient, model, data, config.precision),
+        groups=data.groups,
         out=out,
         partition=partition,
         metadata={"method": config.method, "model": plugins.label(config.model), **data.metadata()},

@@ -160,6 +160,8 @@ class RoundContext:
     seed: int = 0  # the run's: draws on the server are keyed by it
     # In simulations: the gradient of the mean loss over all clients' training samples, at each row of [clients, N].
     global_gradient: Callable[[Tensor], Tensor] | None = None
+    # In simulations: the group of every client, [clients], whose data the partition changed alike; 0: it has no groups.
+    groups: Tensor | None = None
     held_out: int = 0  # clients that never train: those with the last ids
     full_participation: bool = False  # whether the cohort is all training clients, because the method asks for them
     serving: bool = False  # whether clients get a model to use, in an evaluation, and not one to train

@@ -45,6 +45,7 @@ class Run:
         *,
         provenance: str = "",
         global_gradient: Callable[[Tensor], Tensor] | None = None,
+        groups: Tensor | None = None,
         out: Path | None = None,
         partition: str = "",
         metadata: Mapping[str, Any] | None = None,
@@ -60,7 +61,8 @@ class Run:
         self.accounting, self.seconds = Accounting(method), 0.0
         # Reports have numbers of single clients: kept are the newest one, and those of rounds that are reported.
         self.reports, self.history = list[Report](), list[tuple[int, float, float]]()
-        self._sampler, self._evaluator, self._global_gradient = Sampler(config), evaluator, global_gradient
+        self._sampler, self._evaluator = Sampler(config), evaluator
+        self._global_gradient, self._groups = global_gradient, groups  # what only a simulation knows
         self._protocol = make_protocol(config.protocol, config.rounds, config.evaluated)
         self._models: ClientModels | None = None  # those of the last round
         self.partition, self._metadata = partition, metadata or {}
@@ -120,7 +122,8 @@ class Run:
 
     def context(self, number: int, cohort: Tensor) -> RoundContext:
         """Return the context of a round for some clients."""
-        return replace(context_of(self.config, self.model, number, cohort), global_gradient=self._global_gradient)
+        ctx = context_of(self.config, self.model, number, cohort)
+        return replace(ctx, global_gradient=self._global_gradient, groups=self._groups)
 
     def is_due(self, number: int) -> bool:
         """Say whether a round is evaluated."""
@@ -197,7 +200,7 @@ class Run:
         """Go on from a checkpoint's snapshot."""
         device = self.server["theta"].device
         forms = [{name: (one.shape, one.dtype) for name, one in state.items()} for state in (self.server, server)]
-        if forms[0] != forms[1]:
+        if forms[0].items() - forms[1].items():  # a method may have more after some rounds
             raise ValueError("the server's state has another form")
         self.server = {name: tensor.to(device) for name, tensor in server.items()}
         self.accounting.restore(values["accounting"])

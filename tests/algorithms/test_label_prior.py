@@ -19,7 +19,8 @@ from fedobp.wrapped import inner_of
 
 # Methods whose programs are plain functions and training by cross-entropy, and that predict by one model.
 PLAIN = ("fedobp", "decoupled", "local", "fedavg", "fedavg-ft", "fedavg-last", "fedper", "lg-fedavg", "fedrep",
-         "fedselect", "ditto", "fedbabu", "pfedsim", "pspfl", "seqfededt", "fedprox", "scaffold", "fedbn")  # fmt: skip
+         "fedselect", "ditto", "fedbabu", "group-oracle", "pfedsim", "pspfl", "seqfededt", "fedprox", "scaffold",
+         "fedbn")  # fmt: skip
 
 
 # The programs.
@@ -104,7 +105,7 @@ def test_fine_tuning_starts_from_the_prior():
 
 def test_phases_keep_their_place_in_the_program():
     """So a run with a prior draws the same batches as the plain one."""
-    ctx = context(0, model=MODEL)
+    ctx = replace(context(0, model=MODEL), groups=torch.tensor([0, 0]))
     for name in PLAIN:
         plain = METHODS[name]()
         for prior in ("serve", "train"):

@@ -43,12 +43,39 @@ def test_partition_json_has_exactly_the_documented_shape(command, wards):
     found = command("partition", "--dataset", "wards", "--partition", "natural", "--holdout-clients", 1, "--json").json
     assert set(found) == {"clients", "entropy", "entropy_of_all", "emd", "hash"}
     assert [set(client) for client in found["clients"]] == [
-        {"id", "train", "val", "test", "labels", "entropy", "emd", "held_out", "turns", "noise", "name"}
-    ] * 7
+        {"id", "train", "val", "test", "labels", "entropy", "emd", "held_out", "group", "turns", "noise", "blur",
+         "contrast", "colour", "name"}
+    ] * 7  # fmt: skip
     assert sorted(client["name"] for client in found["clients"]) == [f"ward {n}" for n in range(7)]
     assert [client["held_out"] for client in found["clients"]] == [False] * 6 + [True]
     first = command("partition", "--partition", "feature", "--json").json["clients"][0]
     assert "name" not in first
+
+
+def test_partition_says_what_changes_in_which_group(command):
+    concept = ("partition", "--partition", "concept", "--clients", 6, "--partition-set", "groups=2")
+    said = command(*concept).out
+    assert "Group 0, 3 clients: unchanged.\nGroup 1, 3 clients: 10 of 10 labels changed.\n" in said
+    clients = command(*concept, "--json").json["clients"]
+    for client in clients:
+        assert ("new_labels" in client) == (client["group"] == 1)
+    new = next(client["new_labels"] for client in clients if client["group"] == 1)
+    assert sorted(map(str, new.values())) == sorted(new) == [str(label) for label in range(10)]
+    feature = ("partition", "--partition", "feature", "--clients", 6)
+    assert "Group 3, 1 client: rotated by 270 degrees." in command(*feature).out
+    blur = command(*feature, "--partition-set", "change=blur").out
+    assert "Clients' samples are changed: blur 0 to 0.8." in blur
+    assert "Group" not in blur
+    many = command(*feature, "--clients", 30, "--partition-set", "change=noise", "--partition-set", "groups=12").out
+    assert "Group 9, 2 clients: noise 0.0818.\n... and 2 more groups: see all with --json" in many
+    assert "changed" not in command("partition", "--clients", 6).out
+
+
+def test_counts_are_those_of_the_new_labels(command):
+    merged = ("partition", "--partition", "concept", "--partition-set", "change=merge", "--json")
+    clients = command(*merged).json["clients"]
+    assert {len(client["labels"]) for client in clients if client["group"]} == {5}
+    assert all(len(client["labels"]) > 5 for client in clients if not client["group"])
 
 
 def test_the_help_and_the_docs_name_every_partition_and_option(command):
@@ -58,7 +85,8 @@ def test_the_help_and_the_docs_name_every_partition_and_option(command):
         assert re.search(rf"[ ,]{name}[ ,]", said), name
         [row] = [line for line in docs.splitlines() if line.startswith(f"| `{name}` |")]
         for option in partitioner.options():
-            assert re.search(rf"[ ,]{option.name}( and \w+)? of {name}[ ,.]|{option.name} of {name}", said), option.name
+            named = rf"[ ,]{option.name}( and \w+)? of (\w+ and of )?{name}[ ,.;]"
+            assert re.search(named, said), option.name
             assert re.search(rf"`{option.name}[`=]", row), option.name
 
 

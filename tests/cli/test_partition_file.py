@@ -26,6 +26,8 @@ def saved(command, *more):
         ("--partition", "dirichlet-equal", "--holdout-clients", 2, "--val-ratio", 0.2),
         ("--partition", "classes", "--partition-set", "k=3"),
         ("--partition", "feature"),
+        ("--partition", "feature", "--partition-set", "change=blur", "--partition-set", "groups=3"),
+        ("--partition", "concept", "--partition-set", "labels=dirichlet"),
     ],
 )
 def test_a_run_with_the_file_is_the_run_with_the_arguments(command, more):

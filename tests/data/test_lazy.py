@@ -133,6 +133,7 @@ def test_clients_that_are_held_out_and_fewer_clients_are_those_of_natural_client
     config = replace(SMALL, clients=15, holdout_clients=3, normalize="none", val_ratio=0.0)
     here, there = lazy(config=config).data, Federation.from_data(shard, clients=20, config=config).data
     assert (here.clients, here.trainers) == (15, 12)
+    assert here.groups.tolist() == [0] * 15
     for client in range(15):
         samples = [
             torch.cat([data.inputs(client, split)[:, 0] for split in ("train", "test")]) for data in (here, there)

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedobp.data import Dataset, load_partition, partition, partition_hash, partition_settings, save_partition
+from fedobp.data.client_changes import ClientChange
 from fedobp.data.partition import Shard
-from fedobp.data.partitioners import InputChange
 from fedobp.errors import FedobpError
 from fedobp.files import read_checked_json, write_checked_json
 
@@ -95,9 +95,14 @@ def test_the_hash_covers_all_content(shards):
     others = [
         [Shard(two, one, three)],
         [Shard(one, np.array([], dtype=np.int64), np.array([2, 3]))],
-        [Shard(one, two, three, InputChange(turns=1))],
-        [Shard(one, two, three, InputChange(noise=0.1))],
-        [Shard(one, two, three, InputChange(seed=1))],
+        [Shard(one, two, three, ClientChange(turns=1))],
+        [Shard(one, two, three, ClientChange(noise=0.1))],
+        [Shard(one, two, three, ClientChange(seed=1))],
+        [Shard(one, two, three, ClientChange(blur=0.1))],
+        [Shard(one, two, three, ClientChange(contrast=0.1))],
+        [Shard(one, two, three, ClientChange(colour=0.1))],
+        [Shard(one, two, three, ClientChange(labels=(1, 0, 2)))],
+        [Shard(one, two, three, ClientChange(group=0))],
         [Shard(one, two, three, held_out=True)],
         [Shard(one, two, three), Shard(*[np.array([], dtype=np.int64)] * 3)],
     ]
@@ -105,6 +110,44 @@ def test_the_hash_covers_all_content(shards):
     found |= {partition_hash(dataset(Y[::-1]), first), partition_hash(dataset(shape=(4, 5)), first)}
     assert len(found) == len(others) + 3
     assert partition_hash(dataset(name="yours"), first) == partition_hash(dataset(), first)
+
+
+KINDS = {
+    "permuted": ("concept", {"groups": 3, "labels": "dirichlet"}),
+    "merged": ("concept", {"groups": 2, "change": "merge"}),
+    "blurred": ("feature", {"change": "blur"}),
+    "groups of contrast": ("feature", {"change": "contrast", "groups": 2}),
+    "groups of noise": ("feature", {"change": "noise", "groups": 2, "labels": "dirichlet"}),
+    "coloured": ("feature", {"change": "colour"}),
+}
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
+def test_changes_and_groups_load_unchanged(tmp_path, kind, options):
+    shards = partition(Y, 4, kind=kind, options=options, alpha=10.0, holdout=1)
+    found = save_partition(tmp_path / "four", dataset(), shards, SETTINGS)
+    loaded = load_partition(tmp_path / "four", dataset())
+    assert [(one.change, one.group) for one in loaded] == [(one.change, one.group) for one in shards]
+    assert partition_hash(dataset(), loaded) == found
+
+
+def test_only_files_with_new_changes_have_the_new_format(saved, tmp_path):
+    def version(path):
+        return json.loads(path.with_suffix(".json").read_text())["format"]
+
+    save_partition(tmp_path / "two", dataset(), partition(Y, 4, kind="concept", options={"groups": 2}), SETTINGS)
+    assert (version(saved), version(tmp_path / "two")) == (1, 2)
+    with np.load(saved.with_suffix(".npz")) as arrays:
+        assert set(arrays) == {"ids", "sizes", "held_out", "turns", "noise", "seeds"}
+
+
+def test_a_rotations_groups_need_no_new_format(tmp_path):
+    """So files that were saved before groups existed have them."""
+    shards = partition(Y, 4, kind="feature", holdout=1)
+    save_partition(tmp_path / "four", dataset(), shards, SETTINGS)
+    loaded = load_partition(tmp_path / "four", dataset())
+    assert sorted(one.group for one in loaded) == [0, 1, 2, 3]
+    assert [one.group for one in loaded] == [one.change.turns for one in shards]
 
 
 # User errors.
@@ -141,8 +184,8 @@ def test_a_changed_bit_of_the_json_is_refused(saved, at, bit):
 
 def test_a_newer_format_is_named(saved):
     change = json.loads(saved.with_suffix(".json").read_text())
-    saved.with_suffix(".json").write_text(json.dumps({**change, "format": 2}))
-    with pytest.raises(FedobpError, match=r"four.json has format 2, and this fedobp reads 1: use a newer fedobp"):
+    saved.with_suffix(".json").write_text(json.dumps({**change, "format": 3}))
+    with pytest.raises(FedobpError, match=r"four.json has format 3, and this fedobp reads 1 to 2: use a newer fedobp"):
         load_partition(saved, dataset())
 
 
@@ -229,6 +272,15 @@ INVALID = {
     "sizes whose sum overflows": {"ids": np.array([1, 2, 3]), "sizes": np.array([[2**63 - 1, 2**63 - 1, 5]])},
     "another type": {"ids": np.array([1.0, 2.0, 3.0])},
     "a record too few": {"ids": np.array([1, 2, 3]), "turns": np.array([], dtype=np.int64)},
+    "five turns": {"ids": np.array([1, 2, 3]), "turns": np.array([5])},
+    "infinite noise": {"ids": np.array([1, 2, 3]), "noise": np.array([np.inf])},
+    "a large blur": {"ids": np.array([1, 2, 3]), "blur": np.array([1e9])},
+    "contrast of another type": {"ids": np.array([1, 2, 3]), "contrast": np.array([1])},
+    "two colours": {"ids": np.array([1, 2, 3]), "colour": np.array([0.1, 0.1])},
+    "a new label that is not there": {"ids": np.array([1, 2, 3]), "labels": np.array([[0, 1, 3]])},
+    "too few new labels": {"ids": np.array([1, 2, 3]), "labels": np.array([[0, 1]])},
+    "labels without clients": {"ids": np.array([1, 2, 3]), "labels": np.array([0, 1, 2])},
+    "more groups than clients": {"ids": np.array([1, 2, 3]), "groups": np.array([1])},
 }
 
 

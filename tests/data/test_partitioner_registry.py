@@ -8,7 +8,7 @@ import pytest
 
 from fedobp import Config, Federation, FedobpError
 from fedobp.data import Partitioner, PartitionTask, partition, partitioner
-from fedobp.data.partitioners import InputChange
+from fedobp.data.client_changes import ClientChange
 from fedobp.options import option
 
 Y = np.arange(60) % 4
@@ -40,8 +40,8 @@ class Halves(Partitioner):
     def assign(self, task):
         return in_turn(task, first=self.first)
 
-    def input_changes(self, task):
-        return [InputChange(turns=client % 2) for client in range(task.clients)]
+    def client_changes(self, task):
+        return [ClientChange(turns=client % 2) for client in range(task.clients)]
 
 
 @pytest.fixture
@@ -75,6 +75,24 @@ def test_a_class_may_change_inputs_and_share_no_samples():
     assert not np.array_equal(one.data.x.numpy(), other.data.x.numpy())
     shared = Federation(Config(partition=in_turn, clients=4, partition_options={"first": 1}), beside=plain)
     assert shared.data.x is plain.data.x
+
+
+@dataclass(frozen=True)
+class Pairs(Halves):
+    """Every second client is in a group of its own, without a change."""
+
+    name: ClassVar[str] = "pairs"
+
+    def client_changes(self, task):
+        return [ClientChange(group=client % 2) for client in range(task.clients)]
+
+
+def test_a_class_may_name_groups_alone():
+    one, plain = Federation(Config(partition=Pairs, clients=4)), Federation(Config(partition=in_turn, clients=4))
+    assert one.data.groups.tolist() == [0, 1, 0, 1]
+    assert np.array_equal(one.data.x.numpy(), plain.data.x.numpy())
+    assert plain.data.groups.tolist() == [0, 0, 0, 0]
+    assert one.partition != plain.partition
 
 
 def test_runs_with_a_function_are_recorded(tmp_path, module):
@@ -150,8 +168,28 @@ class FewChanges(Halves):
 
     name: ClassVar[str] = "few"
 
-    def input_changes(self, task):
-        return [InputChange()]
+    def client_changes(self, task):
+        return [ClientChange()]
+
+
+@dataclass(frozen=True)
+class WrongChange(Halves):
+    """Returns labels that are not there."""
+
+    name: ClassVar[str] = "wrong"
+
+    def client_changes(self, task):
+        return [ClientChange(), ClientChange(labels=(1, 2, 3, 4)), ClientChange()]
+
+
+@dataclass(frozen=True)
+class TextChange(Halves):
+    """Returns no change at all."""
+
+    name: ClassVar[str] = "text"
+
+    def client_changes(self, task):
+        return ["turned", *[ClientChange()] * 2]
 
 
 @dataclass(frozen=True)
@@ -160,7 +198,7 @@ class NoChanges(Halves):
 
     name: ClassVar[str] = "none"
 
-    def input_changes(self, task):
+    def client_changes(self, task):
         raise KeyError("turns")
 
 
@@ -173,6 +211,11 @@ class Nameless(Partitioner):
     ("given", "message"),
     [
         (FewChanges, "must return one change for each client"),
+        (
+            WrongChange,
+            "'wrong' gives client 1 the change .*: return a `ClientChange` .*, 4 labels or none",
+        ),
+        (TextChange, "partition 'text' gives client 0 the change turned: return a `ClientChange`"),
         (NoChanges, "KeyError: 'turns' .partition 'none'"),
         (Nameless, "has no text `name`"),
         (max, "is no function of a task"),

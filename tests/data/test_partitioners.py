@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedobp.data import PARTITIONERS, Dataset, data_dir, load, partition, partitioners, with_client_inputs
+from fedobp.data import PARTITIONERS, Dataset, data_dir, load, partition, with_client_changes
+from fedobp.data.client_changes import UNCHANGED, ClientChange
 from fedobp.data.partition_file import partition_hash
-from fedobp.data.partitioners import InputChange
 from fedobp.errors import FedobpError
 
 NATURAL = np.arange(1797) * 7 % 20  # of the digits: 20 clients, with 89 or 90 samples each
@@ -81,6 +81,7 @@ HASHES = {
     "classes": "debdc19faa54de9aab10ac3b39259beb56d53a04f9042fc198d8462d4c15df24",
     "quantity": "5a709b67f6bef1601573610123179c2a0a9c207b906fddc4dfd9f30c6a5d03f8",
     "feature": "f4fac2bd1c806c1142d2333c19085d6ffe496e61a654b88fc8e39009cb5d3638",
+    "concept": "919efb94b6391fd74163d45e3d4561f1629bcdd24219f231f1396043b5d884f7",
     "natural": "706a020e9ca47a4f5f69b4fc80bb924aa89f61b7ac475a553bf5894d1628e4d9",
 }
 
@@ -236,99 +237,12 @@ def test_natural_needs_the_clients_of_the_samples(digits):
         partition(digits.y, 21, kind="natural", natural=NATURAL)
 
 
-# Input changes.
-
-
-def small(x, name="mine"):
-    return Dataset(name, x, np.arange(len(x)) % 2, (0, 1), 0)
-
-
-def test_rotation_changes_each_clients_images_and_not_the_dataset():
-    x = np.arange(64 * 9, dtype=np.uint8).reshape(64, 3, 3)
-    mine, before = small(x), x.copy()
-    shards = partition(mine.y, 8, kind="feature", seed=5)
-    assert sorted(shard.change.turns for shard in shards) == [0, 0, 1, 1, 2, 2, 3, 3]
-    rotated = with_client_inputs(mine, shards)
-    for shard in shards:
-        for sample in shard.samples:
-            by_hand = x[sample]
-            for _ in range(shard.change.turns):
-                by_hand = np.array([[row[column] for row in by_hand] for column in (2, 1, 0)])
-            np.testing.assert_array_equal(rotated.x[sample], by_hand)
-    np.testing.assert_array_equal(x, before)
-    assert rotated.x.dtype == np.uint8
-    assert (rotated.y == mine.y).all()
-
-
-def test_colour_images_rotate_with_their_channels():
-    x = np.arange(8 * 2 * 2 * 3, dtype=np.uint8).reshape(8, 2, 2, 3)
-    shards = partition(np.arange(8) % 2, 4, kind="feature", seed=5)
-    rotated = with_client_inputs(small(x), shards).x
-    shard = next(shard for shard in shards if shard.change.turns == 1)
-    # [[a, b], [c, d]] turned counter-clockwise is [[b, d], [a, c]].
-    (a, b), (c, d) = x[shard.train[0]]
-    np.testing.assert_array_equal(rotated[shard.train[0]], [[b, d], [a, c]])
-
-
-def test_noise_is_spread_from_none_to_the_largest_and_is_the_same_every_time():
-    x = np.full((2000, 4, 4), 128, np.uint8)
-    x[0, 0, 0] = 255
-    shards = partition(np.arange(2000) % 2, 5, kind="feature", options={"change": "noise", "noise": 0.2}, seed=3)
-    assert sorted(shard.change.noise for shard in shards) == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
-    noisy = with_client_inputs(small(x), shards).x
-    assert noisy.dtype == np.uint8
-    for shard in shards:
-        found = noisy[shard.samples].astype(float)
-        assert found.mean() == pytest.approx(128, abs=3)
-        assert found.std() == pytest.approx(255 * shard.change.noise, rel=0.05)
-    np.testing.assert_array_equal(with_client_inputs(small(x), shards).x, noisy)
-    dark = with_client_inputs(small(np.where(x == 255, x, 0)), shards).x
-    assert dark[1:].max() < 255  # bytes below 0 stay at 0, and do not wrap around
-
-
-def test_noise_on_bytes_is_a_share_of_the_largest():
-    x = np.full((2000, 4, 4), 8, np.uint8)
-    x[0, 0, 0] = 16  # white, as in the digits
-    shards = partition(np.arange(2000) % 2, 2, kind="feature", options={"change": "noise", "noise": 0.1})
-    noisy = with_client_inputs(small(x), shards).x
-    [noisiest] = [shard for shard in shards if shard.change.noise]
-    assert noisy[noisiest.samples].std() == pytest.approx(1.6, rel=0.05)
-    assert noisy.max() <= 16
-
-
-def test_noise_on_a_table_is_in_each_features_own_deviation():
-    x = np.stack([np.tile([0, 2], 1000), np.tile([0, 200], 1000)], axis=1).astype(np.float32)
-    shards = partition(np.arange(2000) % 2, 2, kind="feature", options={"change": "noise", "noise": 0.5})
-    noisy = with_client_inputs(small(x), shards).x
-    [noisiest] = [shard for shard in shards if shard.change.noise]
-    [noiseless] = [shard for shard in shards if not shard.change.noise]
-    added = noisy[noisiest.samples] - x[noisiest.samples]
-    assert added.std(axis=0) == pytest.approx([0.5, 50], rel=0.1)  # features have deviations 1 and 100
-    np.testing.assert_array_equal(noisy[noiseless.samples], x[noiseless.samples])
-    assert noisy.dtype == np.float32
-    assert noisy.min() < 0
-
-
-def test_float_images_stay_between_their_darkest_and_their_brightest():
-    x = np.random.default_rng(0).random((100, 4, 4)).astype(np.float32)
-    shards = partition(np.arange(100) % 2, 4, kind="feature", options={"change": "noise", "noise": 5})
-    noisy = with_client_inputs(small(x), shards).x
-    assert (noisy.min(), noisy.max()) == (x.min(), x.max())
-
-
-@pytest.mark.parametrize("shape", [(3,), (2, 3)])
-def test_what_cannot_be_rotated_is_refused(shape):
-    x = np.zeros((20, *shape), np.uint8)
-    with pytest.raises(FedobpError, match=r"'mine' has inputs of shape .* cannot be rotated: .* change=noise"):
-        with_client_inputs(small(x), partition(np.arange(20) % 2, 4, kind="feature"))
+# Changes and held-out clients.
 
 
 def test_other_partitions_change_nothing(digits):
-    assert with_client_inputs(digits, partition(digits.y, 10)) is digits
-    assert partition(digits.y, 3, kind="iid")[0].change == InputChange() == partitioners.UNCHANGED
-
-
-# Held-out clients.
+    assert with_client_changes(digits, partition(digits.y, 10)) is digits
+    assert partition(digits.y, 3, kind="iid")[0].change == ClientChange() == UNCHANGED
 
 
 @pytest.mark.parametrize("kind", PARTITIONERS)

@@ -3,15 +3,17 @@
 import numpy as np
 import pytest
 
-from fedobp import Config
+from fedobp import Config, FedobpError
 from fedobp.algorithms import METHODS
 from fedobp.flower.server import serve
 from flower.cases import SMALL, LocalGrid, prepared
 
 
 def cases():
-    """Every method, in each of its modes, and what clients of `decoupled` compute themselves."""
+    """Every method, in each of its modes, but one that needs a simulation; and what clients of `decoupled` compute."""
     for name, method in METHODS.items():
+        if name == "group-oracle":
+            continue
         modes = [spec.metadata["choices"] for spec in method.options() if spec.name == "mode"]
         yield from ((name, {"mode": mode}) for mode in modes[0]) if modes else [(name, {})]
     yield from (("decoupled", options) for options in ({"rule": "statistic"}, {"q": 0.9, "soft": 1.0, "warmup": 2}))
@@ -39,10 +41,22 @@ def test_label_priors_and_averages_equal_the_simulation(parts, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "more", [{"metrics": "loss,f1,ece,confusion"}, {"precision": "fp64"}, {"partition": "feature"}]
+    "more",
+    [
+        {"metrics": "loss,f1,ece,confusion"},
+        {"precision": "fp64"},
+        {"partition": "feature"},
+        {"partition": "concept", "partition_options": {"groups": 2, "change": "merge"}},
+    ],
 )
 def test_other_settings_equal_the_simulation(more, tmp_path):
     equals_the_simulation(tmp_path, method="fedobp", **more)
+
+
+def test_groups_are_refused_which_only_a_simulation_knows(tmp_path):
+    settings, _ = prepared(tmp_path / "nodes", Config(**SMALL, method="group-oracle", partition="concept"))
+    with pytest.raises(FedobpError, match="group-oracle needs the groups of clients, which only a simulation knows"):
+        serve(LocalGrid(tmp_path / "nodes", 5), settings, tmp_path / "served", lambda text: None)
 
 
 @pytest.mark.parametrize("labels", [False, True])

@@ -241,7 +241,8 @@ def failure(folder: Path) -> Subject:
 
 def partition_files(folder: Path) -> Subject:
     dataset = load("small", small_data(folder / "data"))
-    shards = partition(dataset.y, 2, alpha=10.0)
+    shards = partition(dataset.y, 2, kind="concept", options={"groups": 2})
+    shards[0] = replace(shards[0], change=replace(shards[0].change, blur=0.5, contrast=0.25, colour=1.0))
     save_partition(folder / "mine", dataset, shards, {"clients": 2, "holdout_clients": 0})
 
     def reseal(changed: Files) -> Files:

@@ -29,6 +29,11 @@ def test_clients_like_all_are_at_distance_0_and_those_unlike_all_near_2():
         ({"partition": "dirichlet-equal"}, "digits, dirichlet-equal(0.1), 20 clients, seed 42"),
         ({"partition": "iid", "clients": 1000, "seed": 7}, "digits, iid, 1,000 clients, seed 7"),
         ({"partition": "classes"}, "digits, classes (k 2), 20 clients, seed 42"),
+        ({"partition": "feature"}, "digits, feature (rotation), 20 clients, seed 42"),
+        (
+            {"partition": "concept", "alpha": 0.5, "partition_options": {"labels": "dirichlet"}},
+            "digits, concept (permute and dirichlet(0.5)), 20 clients, seed 42",
+        ),
     ],
 )
 def test_a_title_says_what_it_is(given, words):

@@ -24,6 +24,7 @@ from fedobp.algorithms.fedrod import FedRoD
 from fedobp.algorithms.fedselect import FedSelect
 from fedobp.algorithms.floco import Floco
 from fedobp.algorithms.flute import Flute
+from fedobp.algorithms.group_oracle import GroupOracle
 from fedobp.algorithms.lg_fedavg import LGFedAvg
 from fedobp.algorithms.local import LocalOnly
 from fedobp.algorithms.pfedfda import PFedFDA
@@ -67,6 +68,7 @@ METHODS: dict[str, type[Method]] = {
         Scaffold,
         FedBN,
         FedOBPAuto,
+        GroupOracle,
     )
 }
 

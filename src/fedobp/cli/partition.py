@@ -31,7 +31,9 @@ def partition(
 ) -> None:
     """Show how a dataset is partitioned over clients: labels by client, sizes and label skew.
 
-    Options of partitions: per_client of shards, k of classes, beta of quantity, change and noise of feature.
+    Options of partitions: per_client of shards, k of classes, beta of quantity; change of feature and of concept (what
+    differs between clients), groups of feature and of concept, labels of feature and of concept (iid or dirichlet),
+    noise and strength of feature.
 
     [bold]Examples[/bold]
 
@@ -39,6 +41,7 @@ def partition(
     fedobp partition
     fedobp partition --clients 10 --alpha 0.5 --plot partition.png
     fedobp partition --dataset cifar10 --partition classes --partition-set k=3 --json
+    fedobp partition --partition concept --partition-set labels=dirichlet
     fedobp partition --partition dirichlet-equal --holdout-clients 4 --save mine
     fedobp run --partition-file mine
     """
@@ -59,9 +62,7 @@ def partition(
     if plot:
         plot_partition(dataset, shards, plot, partition_title(config))
         lines.append(f"Picture: {plot}")
-    found = (
-        save_partition(save, dataset, shards, config.partition_settings) if save else partition_hash(dataset, shards)
-    )
+    found = save_partition(save, source, shards, config.partition_settings) if save else partition_hash(source, shards)
     if save:
         lines.append(f"Saved. {next_command(config.dataset, given.get('data_dir'), '--partition-file', save)}")
     if as_json:

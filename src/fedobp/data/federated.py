@@ -74,6 +74,7 @@ class FederatedData:
         device = self.x.device
         self.clients = len(shards)
         self.trainers = sum(not shard.held_out for shard in shards)  # trainers come first; held-out clients never train
+        self.groups = torch.tensor([shard.group for shard in shards])  # of each client; on the host, as cohorts are
         self._index = {split: _Index([getattr(shard, split) for shard in shards], device) for split in _SPLITS}
         counts = [np.bincount(dataset.y[shard.train].ravel(), minlength=self.classes) for shard in shards]
         self.label_counts = torch.as_tensor(np.stack(counts)).to(device)  # [clients, classes], of the training splits

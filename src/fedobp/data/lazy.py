@@ -89,6 +89,7 @@ class LazyFederatedData(FederatedData):
         self.x, self.y = self.x[:0], self.y[:0]
         del self._index, self.label_counts
         self.clients, self.trainers = clients, clients - holdout
+        self.groups = self.groups.expand(clients)
         self._dataset, self._seed = dataset, seed
         # Which clients there are, and which are held out: drawn as for natural clients in memory.
         chosen = np.sort(default_rng(seed).permutation(dataset.natural_clients)[:clients])

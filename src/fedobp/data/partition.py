@@ -1,4 +1,4 @@
-"""Partition of a dataset over clients: assignment of samples, train/val/test splits, and held-out clients."""
+"""Partition of a dataset over clients: assignment of samples, splits, held-out clients, and changed samples."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,10 @@ import numpy as np
 from numpy.random import default_rng
 from numpy.typing import NDArray
 
+from fedobp.data.client_changes import UNCHANGED, ClientChange, InputRange, changed_inputs
 from fedobp.data.dataset import Dataset
 from fedobp.data.partitioner_registry import GivenPartitioner, assigned, changes, partitioner
-from fedobp.data.partitioners import UNCHANGED, Indices, InputChange, PartitionTask
+from fedobp.data.partitioners import Indices, PartitionTask
 from fedobp.errors import FedobpError
 from fedobp.options import Option
 
@@ -24,13 +25,18 @@ class Shard:
     train: Indices
     val: Indices
     test: Indices
-    change: InputChange = UNCHANGED
+    change: ClientChange = UNCHANGED
     held_out: bool = False  # a held-out client never trains
 
     @property
     def samples(self) -> Indices:
         """All samples: train, val and test."""
         return np.concatenate([self.train, self.val, self.test])
+
+    @property
+    def group(self) -> int:
+        """The group of clients that it belongs to: the given one, or that of its rotation."""
+        return self.change.turns if self.change.group is None else self.change.group
 
 
 def partition(
@@ -56,8 +62,8 @@ def partition(
     task = PartitionTask(_read_only(y), clients, alpha, seed, None if natural is None else _read_only(natural))
     if made.by_label and y.ndim > 1:
         raise FedobpError(
-            f"--partition {made.name} assigns samples by their label, and these predict every next token: use "
-            "--partition natural, iid or quantity"
+            f"--partition {made.name} needs one label a sample, and these predict every next token: use --partition "
+            "natural, iid or quantity"
         )
     given = test if made.name == "natural" else None
     if test is not None and given is None:
@@ -103,32 +109,22 @@ def _held_out(shards: Sequence[Shard], count: int, seed: int) -> list[Shard]:
     ]
 
 
-def with_client_inputs(dataset: Dataset, shards: Sequence[Shard]) -> Dataset:
-    """Return the dataset with each client's input change applied: the dataset itself if there is none, else a copy."""
-    if all(shard.change == UNCHANGED for shard in shards):
-        return dataset
-    if dataset.vocabulary:
-        raise FedobpError(f"'{dataset.name}' has tokens, which cannot be changed: choose another --partition")
-    x, images = np.array(dataset.x), dataset.x.ndim > 2
-    if any(shard.change.turns for shard in shards) and not (images and x.shape[1] == x.shape[2]):
-        raise FedobpError(
-            f"'{dataset.name}' has inputs of shape {x.shape[1:]}, which cannot be rotated: use --partition-set "
-            "change=noise"
-        )
-    if x.dtype == np.uint8:
-        # The largest value is white: 255 in most datasets, 16 in the digits.
-        low, high = 0.0, float(x.max())
-        unit = np.array(high)
-    else:
-        axes = (0, 1, 2)[: 1 if x.ndim == 2 else 3]
-        unit = x.std(axis=axes, dtype=np.float64)
-        # Images are clipped to their range; features of tables have no bounds.
-        low, high = (float(x.min()), float(x.max())) if images else (-np.inf, np.inf)
-    for shard in shards:
-        ids, change = shard.samples, shard.change
-        inputs = np.rot90(x[ids], change.turns, axes=(1, 2)) if change.turns else x[ids]
-        if change.noise:
-            noisy = inputs + change.noise * unit * default_rng(change.seed).standard_normal(inputs.shape)
-            inputs = np.clip(np.rint(noisy) if x.dtype == np.uint8 else noisy, low, high)
-        x[ids] = inputs
-    return replace(dataset, x=x)
+def with_client_changes(dataset: Dataset, shards: Sequence[Shard]) -> Dataset:
+    """Return the dataset with each client's change applied; what no client changes is shared, the rest copied."""
+    inputs = [shard for shard in shards if replace(shard.change, labels=(), group=None) != UNCHANGED]
+    relabelled = [shard for shard in shards if shard.change.labels]
+    x, y = dataset.x, dataset.y
+    if inputs:
+        if dataset.vocabulary:
+            raise FedobpError(f"'{dataset.name}' has tokens, which cannot be changed: choose another --partition")
+        for shard in inputs:
+            if problem := shard.change.problem(x.shape[1:]):
+                raise FedobpError(f"'{dataset.name}' has inputs of shape {x.shape[1:]}, which {problem}")
+        x, within = np.array(x), InputRange.of(x)
+        for shard in inputs:
+            x[shard.samples] = changed_inputs(x[shard.samples], shard.change, within)
+    if relabelled:
+        y = np.array(y)
+        for shard in relabelled:
+            y[shard.samples] = np.array(shard.change.labels)[y[shard.samples]]
+    return replace(dataset, x=x, y=y) if inputs or relabelled else dataset

@@ -14,22 +14,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedobp.data.client_changes import ClientChange
 from fedobp.data.dataset import Dataset
 from fedobp.data.free_memory import memory_guard
 from fedobp.data.npz import read_npz
 from fedobp.data.partition import Shard
-from fedobp.data.partitioners import InputChange
 from fedobp.errors import FedobpError, short
-from fedobp.files import atomic_write, read_checked_json, unwritable, write_checked_json
+from fedobp.files import JSON_FORMAT, atomic_write, read_checked_json, unwritable, write_checked_json
 
 # The arrays in NAME.npz. `ids` holds each client's train, val and test ids, client after client; the others hold one
 # entry per client.
 _TYPES = {"ids": "<i8", "sizes": "<i8", "held_out": "<i8", "turns": "<i8", "noise": "<f8", "seeds": "<i8"}
+# Those that are there only if a client has such a change, so that files and hashes of other partitions stay as they
+# were. `labels` has a row per client: what each label becomes.
+_CHANGES = {"blur": "<f8", "contrast": "<f8", "colour": "<f8", "labels": "<i8", "groups": "<i8"}
+_FIELDS = {"turns": "turns", "noise": "noise", "seeds": "seed", **{name: name for name in _CHANGES}, "groups": "group"}
+_FORMAT = 2  # of NAME.json where NAME.npz has one of them
 
 
 def partition_hash(dataset: Dataset, shards: Sequence[Shard]) -> str:
     """Return the SHA-256 hash of the dataset's labels and of the partition's content."""
-    return _content_hash(_fingerprint(dataset), _to_arrays(shards))
+    return _content_hash(_fingerprint(dataset), _to_arrays(shards, _labels(dataset)))
 
 
 def save_partition(name: Path, dataset: Dataset, shards: Sequence[Shard], settings: Mapping[str, Any]) -> str:
@@ -45,14 +50,15 @@ def save_partition(name: Path, dataset: Dataset, shards: Sequence[Shard], settin
         files[0].parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable(files[0].parent, error) from error
-    arrays: dict[str, Any] = _to_arrays(shards)
+    arrays: dict[str, Any] = _to_arrays(shards, _labels(dataset))
     fingerprint = _fingerprint(dataset)
     found = _content_hash(fingerprint, arrays)
     with atomic_write(files[0]) as file:
         np.savez(file, **arrays)
     metadata = {"name": dataset.name, "samples": len(dataset.y), "fingerprint": fingerprint}
     try:
-        write_checked_json(files[1], {"hash": found, "dataset": metadata, "settings": dict(settings)})
+        version = _FORMAT if _CHANGES.keys() & arrays.keys() else JSON_FORMAT
+        write_checked_json(files[1], {"hash": found, "dataset": metadata, "settings": dict(settings)}, version)
     except FedobpError:
         files[0].unlink()
         raise
@@ -87,17 +93,31 @@ def _read_shards(path: Path, metadata: Mapping[str, Any], dataset: Dataset) -> l
     """Return the shards in a partition's npz file, after checking them against its json file."""
     arrays = read_npz(path)
     made = [metadata["settings"].get(name) for name in ("clients", "holdout_clients")]
-    valid = _is_valid(arrays, len(dataset.y)) and made == [len(arrays["sizes"]), int(arrays["held_out"].sum())]
+    valid = _is_valid(arrays, dataset) and made == [len(arrays["sizes"]), int(arrays["held_out"].sum())]
+    shards = _from_arrays(arrays) if valid else []
+    clients, labels = len(shards), _labels(dataset)
+    valid = valid and all(shard.change.is_valid(clients, labels) for shard in shards)
     if not valid or metadata["hash"] != _content_hash(_fingerprint(dataset), arrays):
         raise FedobpError(
             f"{short(path, 200)} does not have the content that its json file names: save the partition anew"
         )
+    return shards
+
+
+def _from_arrays(arrays: Mapping[str, NDArray[Any]]) -> list[Shard]:
     shards = []
     for client, ids in enumerate(np.split(arrays["ids"], np.cumsum(arrays["sizes"].sum(axis=1))[:-1])):
         train, val, test = np.split(ids, np.cumsum(arrays["sizes"][client])[:-1])
-        turns, noise, seed = (arrays[key][client].item() for key in ("turns", "noise", "seeds"))
-        shards.append(Shard(train, val, test, InputChange(turns, noise, seed), bool(arrays["held_out"][client])))
+        found = {_FIELDS[key]: arrays[key][client].tolist() for key in _FIELDS if key in arrays}
+        labels = tuple(found.pop("labels", ()))
+        change = ClientChange(**found, labels=() if labels == tuple(range(len(labels))) else labels)
+        shards.append(Shard(train, val, test, change, bool(arrays["held_out"][client])))
     return shards
+
+
+def _labels(dataset: Dataset) -> int:
+    """Return one more than the largest label that occurs: a change of labels has an entry for each of them."""
+    return int(dataset.y.max(initial=-1)) + 1
 
 
 def _files(name: Path) -> tuple[Path, Path]:
@@ -112,7 +132,7 @@ def _read_metadata(name: Path) -> dict[str, Any]:
     path = _files(name)[1]
     try:
         with memory_guard(f"the partition {short(path, 200)}", path.stat().st_size):
-            metadata = read_checked_json(path)
+            metadata = read_checked_json(path, _FORMAT)
         texts = metadata["hash"], metadata["dataset"]["name"], metadata["dataset"]["fingerprint"]
         if not all(isinstance(text, str) for text in texts) or not isinstance(metadata["dataset"]["samples"], int):
             raise TypeError
@@ -130,41 +150,53 @@ def _read_metadata(name: Path) -> dict[str, Any]:
     return metadata
 
 
-def _to_arrays(shards: Sequence[Shard]) -> dict[str, NDArray[Any]]:
-    values = {
+def _to_arrays(shards: Sequence[Shard], labels: int) -> dict[str, NDArray[Any]]:
+    changes = [shard.change for shard in shards]
+    values: dict[str, Any] = {
         "ids": np.concatenate([shard.samples for shard in shards]),
         "sizes": [[len(shard.train), len(shard.val), len(shard.test)] for shard in shards],
         "held_out": [shard.held_out for shard in shards],
-        "turns": [shard.change.turns for shard in shards],
-        "noise": [shard.change.noise for shard in shards],
-        "seeds": [shard.change.seed for shard in shards],
+        "turns": [change.turns for change in changes],
+        "noise": [change.noise for change in changes],
+        "seeds": [change.seed for change in changes],
     }
-    return {name: np.asarray(value).astype(_TYPES[name]) for name, value in values.items()}
+    for name in ("blur", "contrast", "colour"):
+        if any(strengths := [getattr(change, name) for change in changes]):
+            values[name] = strengths
+    if any(change.labels for change in changes):
+        values["labels"] = [change.labels or range(labels) for change in changes]
+    if any(change.group is not None for change in changes):
+        values["groups"] = [shard.group for shard in shards]
+    return {name: np.asarray(value).astype({**_TYPES, **_CHANGES}[name]) for name, value in values.items()}
 
 
-def _is_valid(arrays: Mapping[str, NDArray[Any]], samples: int) -> bool:
+def _is_valid(arrays: Mapping[str, NDArray[Any]], dataset: Dataset) -> bool:
     """Return whether arrays form a partition: types and lengths match, and every id is valid and occurs once."""
+    samples = len(dataset.y)
     if any(name not in arrays or arrays[name].dtype != kind for name, kind in _TYPES.items()):
+        return False
+    if any(name in arrays and arrays[name].dtype != kind for name, kind in _CHANGES.items()):
         return False
     ids, sizes = arrays["ids"], arrays["sizes"]
     if ids.ndim != 1 or sizes.ndim != 2 or sizes.shape[1] != 3 or any(sizes.min(axis=0, initial=0) < 0):
         return False
     if sizes.max(initial=0) > samples:  # so that sums of sizes cannot overflow
         return False
-    lengths = {arrays[name].shape for name in ("held_out", "turns", "noise", "seeds")}
+    if "labels" in arrays and arrays["labels"].shape != (len(sizes), _labels(dataset)):
+        return False
+    lengths = {arrays[name].shape for name in ("held_out", *_FIELDS) if name in arrays and name != "labels"}
     return (
         lengths == {sizes.shape[:1]} != {(0,)}
         and sizes.sum() == len(ids) == len(np.unique(ids))
         and bool(((ids >= 0) & (ids < samples)).all())
         and arrays["held_out"].tolist() == sorted(arrays["held_out"] > 0)
-        and bool(((arrays["turns"] >= 0) & (arrays["turns"] < 4)).all())
-        and bool(((arrays["noise"] >= 0) & np.isfinite(arrays["noise"]) & (arrays["seeds"] >= 0)).all())
         and sizes[arrays["held_out"] == 0, 0].sum() > 0
     )
 
 
 def _content_hash(fingerprint: str, arrays: Mapping[str, NDArray[Any]]) -> str:
-    return _hash([fingerprint], [arrays[name] for name in _TYPES])
+    more = [name for name in _CHANGES if name in arrays]
+    return _hash([fingerprint, *more], [arrays[name] for name in (*_TYPES, *more)])
 
 
 def _fingerprint(dataset: Dataset) -> str:

@@ -12,13 +12,30 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fedobp.data.partitioners import PARTITIONERS, Indices, InputChange, Partitioner, PartitionTask
+from fedobp.data.client_changes import ClientChange
+from fedobp.data.partitioners import (
+    Classes,
+    Dirichlet,
+    DirichletEqual,
+    Iid,
+    Indices,
+    Natural,
+    Partitioner,
+    PartitionTask,
+    Quantity,
+    Shards,
+)
+from fedobp.data.shifts import Concept, Feature
 from fedobp.errors import FedobpError, short, unknown
 from fedobp.options import options_of
 from fedobp.plugins import attributing_errors, declared, is_reference, label, load_entry_point, load_reference
 
 PartitionFunction = Callable[..., Sequence[Any]]
 GivenPartitioner = str | PartitionFunction | type[Partitioner]
+
+PARTITIONERS: dict[str, type[Partitioner]] = {
+    cls.name: cls for cls in (Dirichlet, DirichletEqual, Iid, Shards, Classes, Quantity, Feature, Concept, Natural)
+}
 
 
 def partitioner(given: GivenPartitioner) -> type[Partitioner]:
@@ -47,12 +64,20 @@ def assigned(maker: Partitioner, task: PartitionTask) -> list[Indices]:
     return found if type(maker) in PARTITIONERS.values() else _checked(found, maker.name, task)
 
 
-def changes(maker: Partitioner, task: PartitionTask) -> list[InputChange]:
-    """Return each client's input change, checked like what is assigned."""
+def changes(maker: Partitioner, task: PartitionTask) -> list[ClientChange]:
+    """Return each client's change, checked like what is assigned."""
+    labels = int(task.y.max(initial=-1)) + 1
     with _attributed(maker):
-        found = maker.input_changes(task)
-    if not isinstance(found, Sequence) or len(found) != task.clients:
-        raise FedobpError(f"`input_changes` of partition '{maker.name}' must return one change for each client")
+        found = maker.client_changes(task)
+        if not isinstance(found, Sequence) or len(found) != task.clients:
+            raise FedobpError(f"`client_changes` of partition '{maker.name}' must return one change for each client")
+        for client, change in enumerate(found):
+            if not isinstance(change, ClientChange) or not change.is_valid(task.clients, labels):
+                raise FedobpError(
+                    f"partition '{maker.name}' gives client {client} the change {short(change, 200)}: return a "
+                    f"`ClientChange` with values in their ranges, {labels} labels or none, and a group below "
+                    f"{task.clients}"
+                )
     return list(found)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.random import Generator, RandomState, default_rng
 from numpy.typing import NDArray
 
+from fedobp.data.client_changes import UNCHANGED, ClientChange
 from fedobp.errors import FedobpError
 from fedobp.options import Options, option
 
@@ -35,18 +36,6 @@ class PartitionTask:
 
 
 @dataclass(frozen=True)
-class InputChange:
-    """The change of a client's inputs; none by default."""
-
-    turns: int = 0  # rotations by 90 degrees, counter-clockwise
-    noise: float = 0.0  # standard deviation, relative to the largest byte or to a float feature's deviation
-    seed: int = 0  # for the noise
-
-
-UNCHANGED = InputChange()
-
-
-@dataclass(frozen=True)
 class Partitioner(Options):
     """Base class of all partitioners; dataclass fields are options."""
 
@@ -57,14 +46,14 @@ class Partitioner(Options):
         """Return each client's samples, in random order."""
         raise NotImplementedError
 
-    def input_changes(self, task: PartitionTask) -> list[InputChange]:
-        """Return each client's input change."""
+    def client_changes(self, task: PartitionTask) -> list[ClientChange]:
+        """Return what changes in each client's samples, and its group."""
         return [UNCHANGED] * task.clients
 
     @classmethod
-    def changes_inputs(cls) -> bool:
-        """Return whether clients' inputs may change, so that partitions cannot share samples."""
-        return cls.input_changes is not Partitioner.input_changes
+    def changes_samples(cls) -> bool:
+        """Return whether clients' inputs or labels may change, so that partitions cannot share samples."""
+        return cls.client_changes is not Partitioner.client_changes
 
 
 @dataclass(frozen=True)
@@ -262,41 +251,6 @@ class Quantity(Partitioner):
 
 
 @dataclass(frozen=True)
-class Feature(Partitioner):
-    """Assign as `iid` does, and change each client's inputs: label distributions are equal, inputs differ.
-
-    With rotation, the numbers of clients with 0, 90, 180 and 270 degrees differ by at most one. With noise, the
-    clients' deviations are spaced evenly from 0 to `noise`. The order over the clients is random.
-    """
-
-    name: ClassVar[str] = "feature"
-
-    change: str = option("rotation", "rotation by 90-degree steps, or noise", choices=("rotation", "noise"))
-    noise: float = option(
-        0.1,
-        "the largest deviation, relative to the largest byte or to a float feature's deviation",
-        low=0.0,
-        high=10.0,
-    )
-
-    def assign(self, task: PartitionTask) -> list[Indices]:
-        """Assign as `iid`."""
-        return Iid().assign(task)
-
-    def input_changes(self, task: PartitionTask) -> list[InputChange]:
-        """Draw each client's rotation or noise."""
-        random = default_rng(task.seed)
-        ranks = random.permutation(task.clients).tolist()
-        if self.change == "rotation":
-            return [InputChange(turns=rank % 4) for rank in ranks]
-        seeds = random.integers(2**32, size=task.clients).tolist()
-        steps = max(1, task.clients - 1)
-        return [
-            InputChange(noise=self.noise * rank / steps, seed=seed) for rank, seed in zip(ranks, seeds, strict=True)
-        ]
-
-
-@dataclass(frozen=True)
 class Natural(Partitioner):
     """Keep the natural clients of the data: users, hospitals, devices.
 
@@ -320,11 +274,6 @@ class Natural(Partitioner):
         return _shuffled(
             [pieces[client] for client in np.sort(random.permutation(natural_clients)[: task.clients])], random
         )
-
-
-PARTITIONERS: dict[str, type[Partitioner]] = {
-    cls.name: cls for cls in (Dirichlet, DirichletEqual, Iid, Shards, Classes, Quantity, Feature, Natural)
-}
 
 
 def _check_alpha(alpha: float) -> float:

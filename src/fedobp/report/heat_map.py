@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from fedobp.data import Dataset, Shard
-from fedobp.report.partition import label_counts, label_skew
+from fedobp.report.partition import changes_in_words, label_counts, label_skew
 
 _SHADES = " ·░▒▓█"
 _MOST_LINES = 100  # at most this many clients
@@ -60,7 +60,7 @@ def heat_map(dataset: Dataset, shards: Sequence[Shard], columns: int) -> Rendera
     )
     held_out = sum(shard.held_out for shard in shards)
     note = [Text(f"* {held_out} clients are held out: they never train.")] if held_out else []
-    return Group(*lines, legend, Text(differ), *note)
+    return Group(*lines, legend, Text(differ), *map(Text, changes_in_words(shards)), *note)
 
 
 def _ruler(dataset: Dataset, label: int, width: int) -> str:

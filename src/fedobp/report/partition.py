@@ -7,8 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedobp.config import Config
-from fedobp.data import Dataset, Shard
+from fedobp.data import ClientChange, Dataset, Shard
+from fedobp.data.shifts import Concept, Feature
 from fedobp.plugins import label
+
+STRENGTHS = ("noise", "blur", "contrast", "colour")  # of a `ClientChange`
+_MOST_GROUPS = 10  # at most this many are described in words
 
 
 def label_counts(dataset: Dataset, shards: Sequence[Shard]) -> NDArray[np.int64]:
@@ -53,9 +57,13 @@ def partition_summary(dataset: Dataset, shards: Sequence[Shard]) -> dict[str, An
             "entropy": float(found.entropy[client]),
             "emd": float(found.emd[client]),
             "held_out": shard.held_out,
+            "group": shard.group,
             "turns": shard.change.turns,
-            "noise": shard.change.noise,
+            **{name: getattr(shard.change, name) for name in STRENGTHS},
         }
+        if shard.change.labels:
+            new = [dataset.labels[label] for label in shard.change.labels]
+            row["new_labels"] = {str(dataset.labels[k]): label for k, label in enumerate(new)}
         if dataset.clients is not None and len(whose := np.unique(dataset.clients[shard.samples])) == 1:
             row["name"] = dataset.client_names[int(whose[0])]
         clients.append(row)
@@ -63,11 +71,46 @@ def partition_summary(dataset: Dataset, shards: Sequence[Shard]) -> dict[str, An
     return {"clients": clients, **means, "entropy_of_all": found.entropy_of_all}
 
 
+def changes_in_words(shards: Sequence[Shard]) -> list[str]:
+    """Return what a partition changes in clients' samples, a line for each group of clients; none if nothing."""
+    groups: dict[int, list[ClientChange]] = {}
+    for shard in sorted(shards, key=lambda shard: shard.group):
+        groups.setdefault(shard.group, []).append(shard.change)
+    lines = [f"Group {group}, {_clients(members)}: {_words(members)}." for group, members in groups.items()]
+    if len(groups) == 1:
+        words = _words([shard.change for shard in shards])
+        return [] if words == "unchanged" else [f"Clients' samples are changed: {words}."]
+    more = f"... and {len(lines) - _MOST_GROUPS} more groups: see all with --json"
+    return [*lines[:_MOST_GROUPS], more] if len(lines) > _MOST_GROUPS else lines
+
+
+def _clients(members: Sequence[ClientChange]) -> str:
+    return "1 client" if len(members) == 1 else f"{len(members):,} clients"
+
+
+def _words(changes: Sequence[ClientChange]) -> str:
+    parts = []
+    for name in ("turns", *STRENGTHS):
+        values = [getattr(change, name) for change in changes]
+        low, high, unit = min(values), max(values), 90 if name == "turns" else 1
+        if high:
+            span = f"{high * unit:.3g}" if low == high else f"{low * unit:.3g} to {high * unit:.3g}"
+            parts.append(f"rotated by {span} degrees" if name == "turns" else f"{name} {span}")
+    if relabelled := {change.labels for change in changes if change.labels}:
+        new = next(iter(relabelled))
+        moved = sum(label != at for at, label in enumerate(new))
+        parts.append("labels changed" if len(relabelled) > 1 else f"{moved} of {len(new)} labels changed")
+    return ", ".join(parts) or "unchanged"
+
+
 def partition_title(config: Config) -> str:
     """Return one line with the dataset, the partition, the number of clients and the seed."""
-    kind = label(config.partition)
+    kind, options = label(config.partition), config.partition_options
     if kind.startswith("dirichlet"):
         kind += f"({config.alpha:g})"
-    elif config.partition_options:
-        kind += " (" + ", ".join(f"{name} {value}" for name, value in config.partition_options.items()) + ")"
+    elif config.partition in (Feature.name, Concept.name):
+        mixed = f" and dirichlet({config.alpha:g})" if options["labels"] == "dirichlet" else ""
+        kind += f" ({options['change']}{mixed})"
+    elif options:
+        kind += " (" + ", ".join(f"{name} {value}" for name, value in options.items()) + ")"
     return f"{config.dataset}, {kind}, {config.clients:,} clients, seed {config.partition_seed}"
