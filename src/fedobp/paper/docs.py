@@ -4,7 +4,8 @@
 
 Between the marks `<!-- measured ... -->` and `<!-- end of measured -->` it writes: on the page of every method a table
 and a curve (CIFAR10, Dirichlet(0.1)), in docs/results.md a table for each dataset and alpha, in docs/claims.md the
-verdicts. Only results in the paper's setting count, so those of `--scale smoke` never enter.
+verdicts. Only results in the paper's setting count, so those of `--scale smoke` never enter. docs/beyond.md has a table
+and curves for each setting of the sweeps in results/beyond.
 """
 
 import re
@@ -21,12 +22,17 @@ from fedobp.errors import FedobpError
 from fedobp.files import write
 from fedobp.paper import published
 from fedobp.paper.accuracy import NETWORKS
+from fedobp.paper.beyond import curves as beyond_curves
+from fedobp.paper.beyond import read_study
+from fedobp.paper.beyond import tables as beyond_tables
 from fedobp.paper.claims import Evidence, claims_table, is_standard, judge, read_evidence
+from fedobp.paper.figures import drawing
 from fedobp.paper.rows import AS_PUBLISHED, Row, where
 from fedobp.paper.tables import markdown_row
 
 HEADER = ["method", "as served", "own last model", "after 5 epochs", "passes in a visit, before use", "seeds"]
 PAGES = ("cifar10", 0.1)  # the dataset and alpha of the methods' pages
+BEYOND = Path("results", "beyond")  # of the repository
 _END = "<!-- end of measured -->"
 Runs = dict[str, list[Row]]  # rows of all models and seeds, by the name of method and mode
 
@@ -163,6 +169,10 @@ def pages(evidence: Evidence, docs: Path) -> dict[Path, str]:
         f"measured {dataset} {alpha:g}": results_table(evidence, dataset, alpha) for dataset, alpha in settings
     }
     wanted[docs / "claims.md"] = {"measured claims": "\n".join(_verdicts(evidence))}
+    study, _ = read_study(docs.parent / BEYOND)
+    if study:
+        sections = [table.markdown().replace("## ", "### ", 1).strip() for table in beyond_tables(study)]
+        wanted[docs / "beyond.md"] = {"measured beyond": "\n\n".join(sections)}
     runs = found(evidence, *PAGES)
     for name in METHODS:
         if name in runs:
@@ -195,6 +205,10 @@ def draw(evidence: Evidence, docs: Path) -> None:
     for name in METHODS:
         if name in runs:
             draw_curve(curves / f"{name}.svg", evidence.history, *parts(name, runs))
+    study, history = read_study(docs.parent / BEYOND)
+    if study:
+        with drawing():
+            _save(beyond_curves(study, history), docs / "beyond.svg")
 
 
 def main() -> None:
