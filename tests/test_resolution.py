@@ -100,7 +100,7 @@ def test_the_precision_follows_the_machine_unless_given(monkeypatch, card, able,
 def test_options_are_resolved_with_their_defaults():
     assert resolved(partition="classes").partition_options == {"k": 2}
     assert resolved(partition="feature", partition_options={"noise": "0.5"}).partition_options == {
-        "change": "rotation", "noise": 0.5,
+        "change": "rotation", "noise": 0.5, "strength": 0.8, "groups": 0, "labels": "iid",
     }  # fmt: skip
     assert resolved().partition_options == {}
 
