@@ -13,7 +13,6 @@ from fedobp.calibration import fit_biases, fit_head, log_prior
 HELD = 0.1  # samples, with whose weight an entry is held at the global value
 
 
-@pytest.mark.essential
 def test_log_prior_by_hand():
     """Counts 3, 1, 0, 0 with half a sample a class: 3.5, 1.5, 0.5, 0.5 of 6, and K p = 4/6 of these."""
     found = log_prior(torch.tensor([3, 1, 0, 0]))
@@ -21,7 +20,6 @@ def test_log_prior_by_hand():
     assert log_prior(torch.zeros(7, dtype=torch.int64)).tolist() == [0.0] * 7
 
 
-@pytest.mark.essential
 @pytest.mark.parametrize("level", [0.0, -3.0])
 def test_inputs_that_say_nothing_give_the_prior(level):
     y = torch.tensor([0, 0, 0, 1, 3])

@@ -31,7 +31,7 @@ OWN = sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/your-own/*.
 
 
 @pytest.mark.parametrize(
-    "page", ["docs/python.md", "docs/callbacks.md", "docs/sweeps.md", "docs/heterogeneity.md", *OWN]
+    "page", ["docs/python.md", "docs/callbacks.md", "docs/sweeps.md", *OWN]
 )
 def test_python_examples_of_a_page_run_one_after_the_other(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

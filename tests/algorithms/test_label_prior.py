@@ -44,7 +44,6 @@ def client_of(program, state, download, step=0.0):
     return client, got
 
 
-@pytest.mark.essential
 @pytest.mark.parametrize("name", ["fedavg", "fedprox"])
 def test_a_client_trains_with_the_prior_and_uploads_without_it(name):
     method = label_prior(METHODS[name](), "train", "off")
@@ -84,7 +83,6 @@ def test_the_last_model_of_a_client_is_served_as_it_was_trained():
     torch.testing.assert_close(served.theta, trained.theta)
 
 
-@pytest.mark.essential
 @pytest.mark.parametrize("prior", ["serve", "train"])
 def test_the_prior_is_served(prior):
     method = label_prior(METHODS["fedavg"](), prior, "off")
