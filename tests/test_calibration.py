@@ -46,7 +46,9 @@ def problem(seed, n, k, spread):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 60), st.integers(2, 12), st.sampled_from([0.01, 0.3, 1.0, 5.0, 10.0]))
+@given(
+    st.integers(0, 10**6), st.integers(1, 60), st.integers(2, 12), st.sampled_from([0.01, 0.3, 1.0, 5.0, 10.0, 40.0])
+)
 def test_fitted_biases_are_at_the_minimum(seed, n, k, spread):
     """The gradient is 0 there; the problem is convex."""
     z, y = problem(seed, n, k, spread)
@@ -164,3 +166,30 @@ def test_padding_does_not_count():
     torch.testing.assert_close(found.weight, expected.weight)
     torch.testing.assert_close(found.bias, expected.bias)
     assert found.chosen.equal(expected.chosen)
+
+
+def test_features_of_zero_leave_the_weight():
+    y = torch.tensor([0, 1, 1])
+    fit = fit_head(torch.zeros(3, 5), y, torch.ones(3), torch.ones(2, 5), torch.zeros(2), most=4)
+    assert not fit.chosen.any()
+    assert fit.bias.isfinite().all()
+    assert fit.bias[1] > fit.bias[0]
+
+
+@pytest.mark.parametrize("scale", [30.0, 300.0, 1e6])
+def test_huge_logits_end_in_finite_numbers_that_fit_no_worse(scale):
+    z, y = problem(5, 40, 5, scale)
+    a, b = fit_biases(z, y, torch.ones(40))
+    assert objective(z, y, a, b) <= objective(z, y, torch.ones(()), torch.zeros(5))
+    f, y, weight, bias = head_problem(3, n=80, concept=[1, 0, 3, 2])
+    fit = fit_head(scale * f, y, torch.ones(80), weight, bias, most=9)
+    before = functional.cross_entropy(scale * f @ weight.T, y)
+    assert functional.cross_entropy(scale * f @ (weight + fit.weight).T + fit.bias, y) <= before
+
+
+@pytest.mark.parametrize("most", [0, 1, 3, 5])
+def test_entries_that_tie_are_no_more_than_allowed(most):
+    f, y, weight, bias = head_problem(0, n=200, concept=[1, 0, 3, 2])
+    twice = torch.cat([f, f], dim=1)
+    fit = fit_head(twice, y, torch.ones(200), torch.cat([weight, 0 * weight], dim=1), bias, most)
+    assert fit.chosen.sum() == most

@@ -30,9 +30,7 @@ def test_python_examples_of_the_readme_run(capsys):
 OWN = sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/your-own/*.md"))
 
 
-@pytest.mark.parametrize(
-    "page", ["docs/python.md", "docs/callbacks.md", "docs/sweeps.md", *OWN]
-)
+@pytest.mark.parametrize("page", ["docs/python.md", "docs/callbacks.md", "docs/sweeps.md", *OWN])
 def test_python_examples_of_a_page_run_one_after_the_other(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}

@@ -10,6 +10,7 @@ from nbclient import NotebookClient
 from resolved import resolved
 
 from fedobp import Config
+from fedobp.resolution import check_names
 from fedobp.sweep_file import read_sweep_file
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -68,3 +69,14 @@ def test_the_sweep_over_participation_of_digits_can_be_planned():
     for settings in read_sweep_file(EXAMPLES / "beyond" / "participation-digits.toml").runs.values():
         config = resolved(**settings)
         assert (config.trainers, config.save_models) == (20, "none")
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "beyond").glob("*.toml")), ids=lambda path: path.stem)
+def test_sweep_files_name_settings_that_exist(path):
+    """Values are checked when a `Config` is made, options of methods and partitions when its names are."""
+    runs = read_sweep_file(path).runs
+    for settings in runs.values():
+        check_names(Config(**settings))
+    assert f"fedobp sweep examples/beyond/{path.name} --out runs/{path.stem}" in path.read_text()
+    if not path.stem.startswith("participation"):
+        assert any(Config(**settings).method == "fedobp-auto" for settings in runs.values())

@@ -5,20 +5,23 @@ After round t the average moves towards the new model theta_t by
     A_t = A_(t-1) + (theta_t - A_(t-1)) / (1 + s (t - 1)),
 
 so that it reaches back about t s rounds, a share s of all that were (polynomial-decay averaging, Shamir & Zhang, 2013):
-A_1 = theta_1, and s = 1 is the plain mean. It costs one vector on the server, and no traffic: a client gets the newest
-model to train, and the average to use. `server["theta"]`, the global model of a run, is the average; the newest model
-is `server["newest"]`.
+A_1 = theta_1, and s = 1 is the plain mean. t counts the rounds that had an aggregation; where a round has several, as
+in sequential methods, theta_t is the model after the last. It costs two vectors on the server, and no traffic: a client
+gets the newest model to train, and the average to use. `server["theta"]`, the global model of a run, is the average;
+the newest model is `server["newest"]`.
 """
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fedobp.errors import FedobpError
 from fedobp.method import CohortUpdate, InitialState, Method, Model, Record, RoundContext, Tensors
 from fedobp.wrapped import Wrapped
 
-_NEWEST = "newest"  # in the server's state
+# In the server's state: the newest model, A_(t-1), t, and the number of the round that is t.
+_NEWEST, _BEFORE, _COUNT, _ROUND = "newest", "average.before", "average.count", "average.round"
 
 
 def averaged(method: Method, share: float) -> Method:
@@ -37,7 +40,9 @@ class Averaged(Wrapped):
         server, record, state = self.inner.init(model, theta, seed)
         if _NEWEST in server:
             raise FedobpError(f"{self.inner.name} serves an average of its own: leave out --average")
-        return InitialState({**server, _NEWEST: server["theta"]}, record, state)
+        zero = theta.new_zeros((), dtype=torch.int64)
+        own = {_NEWEST: server["theta"], _BEFORE: server["theta"], _COUNT: zero, _ROUND: zero}
+        return InitialState({**server, **own}, record, state)
 
     def download(self, ctx: RoundContext, server: Tensors, records: Tensors) -> tuple[Record, Tensors]:
         """Send the average for use, and the newest model to train."""
@@ -48,10 +53,15 @@ class Averaged(Wrapped):
     ) -> tuple[Tensors, Tensors]:
         """Aggregate as the inner method; then move the average."""
         after, records = self.inner.aggregate(ctx, _with(server, server[_NEWEST]), records, update)
-        average = server["theta"] + (after["theta"] - server["theta"]) / (1 + self.share * (ctx.round - 1))
-        return {**after, "theta": average, _NEWEST: after["theta"]}, records
+        again = server[_ROUND] == ctx.round
+        before = torch.where(again, server[_BEFORE], server["theta"])
+        count = server[_COUNT] + (~again).long()
+        average = before + (after["theta"] - before) / (1 + self.share * (count - 1)).to(before.dtype)
+        own = {_BEFORE: before, _COUNT: count, _ROUND: torch.full_like(count, ctx.round)}
+        return {**after, "theta": average, _NEWEST: after["theta"], **own}, records
 
 
 def _with(server: Tensors, theta: Tensor) -> Tensors:
     """Return the inner method's server state, with a global model."""
-    return {**{name: value for name, value in server.items() if name != _NEWEST}, "theta": theta}
+    own = (_NEWEST, _BEFORE, _COUNT, _ROUND)
+    return {**{name: value for name, value in server.items() if name not in own}, "theta": theta}

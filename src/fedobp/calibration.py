@@ -15,10 +15,11 @@ from torch.nn import functional
 from fedobp.models import sample_losses
 
 PSEUDO_COUNT = 0.5  # of each class: Jeffreys' prior
-_NEWTON_STEPS = 12
+_NEWTON_STEPS = 20
 _HEAD_STEPS, _CG_STEPS = 8, 12  # for the head: Newton steps, and conjugate gradients in each
-_LENGTHS = (1.0, 0.5, 0.2, 0.05, 0.0)  # of a Newton step, of which the best is taken
-_SMALLEST_SCALE = 1e-3
+_DAMPINGS = (1e-9, 1e-3, 0.1, 10.0, 1e3)  # of a Newton step, of which the best is taken
+_LENGTHS = (1.0, 0.5, 0.2, 0.05)  # of a step with many numbers
+_SMALLEST_SCALE = 0.1
 _HELD = 0.1  # samples, with whose weight an entry of the head is held at the global value
 
 Pair = tuple[Tensor, Tensor]
@@ -36,48 +37,53 @@ def fit_biases(logits: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         min over a, b of  sum_i CE(a z_i + b, y_i)  -  1/2 sum_c log softmax(b)_c  +  K v / 4 (a - 1)^2
 
     The second term is half a sample of each class whose input says nothing; the third holds a near 1 with the weight of
-    the same K/2 samples, v being the mean variance of a sample's logits. Newton's method: there are K + 1 numbers. The
-    best of a few step lengths is taken, so the objective never rises.
+    the same K/2 samples, v being the mean variance of a sample's logits. Newton's method in K + 1 numbers, with several
+    dampings, of which the best is taken, or no step: the objective never rises.
     """
     z, k = logits.double(), logits.shape[-1]
     z = z - z.mean(dim=-1, keepdim=True)
     w, target = w.double(), functional.one_hot(y, k).to(z.dtype)
-    v = (z.square().mean(dim=-1) * w).sum() / w.sum().clamp(min=1)
-    held = PSEUDO_COUNT * k * v
-    # From a scale at which no softmax is saturated, where Newton's steps would be too long.
-    a, b = 1 / v.sqrt().clamp(min=1), z.new_zeros(k)
+    size = ((z.square().mean(dim=-1) * w).sum() / w.sum().clamp(min=1)).sqrt()
+    # In units of the logits' own size, so that all numbers are of one order: x is z / size, and here a is a * size.
+    one = torch.where(size > 1e-12, size, 1.0)
+    x, held = z / one, PSEUDO_COUNT * k
 
-    def objective(a: Tensor, b: Tensor) -> Tensor:
-        fit = (sample_losses(a * z + b, y) * w).sum()
-        return fit - PSEUDO_COUNT * b.log_softmax(-1).sum() + held / 2 * (a - 1).square()
+    def objective(at: Tensor) -> Tensor:
+        a, b = at[k], at[:k]
+        fit = (sample_losses(a * x + b, y) * w).sum()
+        return fit - PSEUDO_COUNT * b.log_softmax(-1).sum() + held / 2 * (a - one).square()
 
+    starts = torch.stack([torch.cat([z.new_zeros(k), a[None]]) for a in (one, one.clamp(max=1))])
+    at = starts[torch.stack([objective(start) for start in starts.unbind()]).argmin()]
+    damping = z.new_tensor(_DAMPINGS)[:, None, None] * torch.eye(k + 1, dtype=z.dtype, device=z.device)
     for _ in range(_NEWTON_STEPS):
-        p, q = (a * z + b).softmax(-1) * w[:, None], b.softmax(-1)
-        rest, mean = p - target * w[:, None], (p * z).sum(dim=-1, keepdim=True)
-        slope = torch.cat([rest.sum(0) + PSEUDO_COUNT * (k * q - 1), ((rest * z).sum() + held * (a - 1))[None]])
+        a, b = at[k], at[:k]
+        p, q = (a * x + b).softmax(-1) * w[:, None], b.softmax(-1)
+        rest, mean = p - target * w[:, None], (p * x).sum(dim=-1, keepdim=True)
+        slope = torch.cat([rest.sum(0) + PSEUDO_COUNT * (k * q - 1), ((rest * x).sum() + held * (a - one))[None]])
         # p has the weight in it once, and weights are 0 or 1: products of two are right.
         of_b = torch.diag(p.sum(0) + PSEUDO_COUNT * k * q) - p.T @ p - PSEUDO_COUNT * k * torch.outer(q, q)
-        of_both = (p * (z - mean)).sum(0)
-        of_a = (p * z * (z - mean)).sum() + held
+        of_both = (p * (x - mean)).sum(0)
+        of_a = (p * x * (x - mean)).sum() + held
         # A constant in b changes nothing: 1 / K in all its entries makes the matrix regular, and b sum to 0.
         curvature = torch.cat([
             torch.cat([of_b + 1 / k, of_both[:, None]], dim=1),
-            torch.cat([of_both, of_a[None] + 1e-9])[None],
+            torch.cat([of_both, of_a[None]])[None],
         ])  # fmt: skip
-        step = torch.linalg.solve(curvature, slope)
-        length = _best([objective(a - t * step[k], b - t * step[:k]) for t in _LENGTHS])
-        a, b = a - length * step[k], b - length * step[:k]
-    return a, b
+        steps = torch.linalg.solve_ex(curvature + damping, slope.expand(len(_DAMPINGS), -1))[0]
+        at = _best(objective, torch.cat([at[None], at - steps]))
+    return at[k] / one, at[:k]
+
+
+def _best(objective: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
+    """Return the point with the smallest objective; what is not finite is never the smallest."""
+    found = torch.stack([objective(point) for point in points.unbind()])
+    return points[torch.where(found.isfinite(), found, torch.inf).argmin()]
 
 
 def offset_of(a: Tensor, b: Tensor) -> Tensor:
     """Return b / a: it gives the labels of a z + b. Where logits rank labels wrongly (a <= 0), b decides alone."""
     return b / a.clamp(min=_SMALLEST_SCALE)
-
-
-def _best(objectives: list[Tensor]) -> Tensor:
-    """Return the step length with the smallest objective."""
-    return objectives[0].new_tensor(_LENGTHS)[torch.stack(objectives).argmin()]
 
 
 class HeadFit(NamedTuple):
@@ -106,10 +112,16 @@ def fit_head(features: Tensor, y: Tensor, w: Tensor, weight: Tensor, bias: Tenso
     o, a, target = offset_of(a, b), a.clamp(min=_SMALLEST_SCALE), functional.one_hot(y, k).to(f.dtype)
     rest = ((a * (z + o)).softmax(-1) - target) * w[:, None]
     statistic = (rest.T @ f).square() / (rest.square().T @ f.square()).clamp(min=1e-30)
-    largest = statistic.flatten().topk(min(most, statistic.numel())).values[-1]
-    chosen = (statistic >= largest) & (statistic > 2 * math.log(statistic.numel()))
+    largest = statistic.flatten().topk(min(most, statistic.numel())).indices
+    allowed = torch.zeros_like(statistic, dtype=torch.bool).flatten().scatter(0, largest, True).view_as(statistic)
+    chosen = allowed & (statistic > 2 * math.log(statistic.numel()))
     held = _HELD * a.square() * (f.square().mean(dim=-1) * w).sum() / w.sum().clamp(min=1)
     d, e = torch.zeros_like(statistic), torch.zeros_like(o)
+    # Of the curvature: p (1 - p) is at most 1/4.
+    bounds = (
+        (a.square() / 4 * (w @ f.square()) + held).clamp(min=1e-30).expand_as(d),
+        (a.square() / 4 * (w.sum() + PSEUDO_COUNT * k)).expand_as(e),
+    )
 
     def objective(d: Tensor, e: Tensor) -> Tensor:
         fit = (sample_losses(a * (z + f @ d.T + o + e), y) * w).sum()
@@ -130,13 +142,18 @@ def fit_head(features: Tensor, y: Tensor, w: Tensor, weight: Tensor, bias: Tenso
 
         spread = p * (1 - p) * w[:, None]
         scales = (
-            a.square() * spread.T @ f.square() + held,
+            (a.square() * spread.T @ f.square() + held).clamp(min=1e-30),
             a.square() * (spread.sum(0) + PSEUDO_COUNT * k * q * (1 - q)) + 1 / k,
         )
-        step_d, step_e = _solve(curvature, (slope_d, slope_e), scales)
-        length = _best([objective(d - t * step_d, e - t * step_e) for t in _LENGTHS])
-        d, e = d - length * step_d, e - length * step_e
-    return HeadFit(d, o + e, chosen)
+        newton = _solve(curvature, (slope_d, slope_e), scales)
+        # Where the softmax is saturated, Newton's step is too long at any length: there, a step along the gradient.
+        gradient = slope_d / bounds[0], slope_e / bounds[1]
+        tries = [(length, step) for step in (newton, gradient) for length in _LENGTHS]
+        points = [(d, e), *((d - length * u, e - length * v) for length, (u, v) in tries)]
+        found = torch.stack([objective(*point) for point in points])
+        best = torch.where(found.isfinite(), found, torch.inf).argmin()
+        d, e = (torch.stack(parts)[best] for parts in zip(*points, strict=True))
+    return HeadFit(d, o + e, chosen & (d != 0))
 
 
 def _solve(curvature: Callable[[Tensor, Tensor], Pair], slope: Pair, scales: Pair) -> Pair:

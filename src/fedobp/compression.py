@@ -40,7 +40,7 @@ from fedobp.method import (
 from fedobp.models import is_statistic
 from fedobp.options import Compression
 from fedobp.records import mask_unsent, take, unsent
-from fedobp.wrapped import Wrapped, first, last
+from fedobp.wrapped import Wrapped, first, first_context, last
 
 _LARGEST = 127  # of a code
 _SHARE = 1 / 16  # of the entries that `sparse` sends
@@ -169,7 +169,7 @@ class Compressed(Wrapped):
         What a method sends or uploads in other rounds only is not compressed.
         """
         server, record, state = self.inner.init(model, theta, seed)
-        ctx = RoundContext(model, 1, 2, 1, 1, torch.tensor([0]), seed, torch.zeros_like, torch.tensor([0]))
+        ctx = first_context(model, seed)
         cohort, _ = self.inner.download(ctx, server, {name: value[None] for name, value in record.items()})
         download = take(cohort, 0)
         upload = self.inner.expected_upload(ctx, download, state) if self.up != "none" else {}

@@ -47,7 +47,12 @@ PARTITION_SETTINGS = (
     "holdout_clients",
 )
 
-_YOUNGER = ("compress_down", "compress_up", "prior", "calibrate", "average")  # than the first checkpoints
+# Settings and options that are younger than the first checkpoints, and what an option was before there was one.
+_YOUNGER = ("compress_down", "compress_up", "prior", "calibrate", "average")
+_YOUNGER_OPTIONS: dict[str, dict[str, Option]] = {
+    "options": {"rule": "quantile", "c": 20.0, "warmup": 0, "soft": 0.0},
+    "partition_options": {"strength": 0.8, "groups": 0, "labels": "iid"},
+}
 
 _SIDE_BY_SIDE = "# Trained side by side, in this order:"
 
@@ -245,7 +250,11 @@ class Config:
 
         Settings that are younger than others count only if they are set, so that older checkpoints can be resumed.
         """
-        kept = replace(self, data_dir=None, save_models="all").to_toml()
+        tables: dict[str, Any] = {
+            table: {name: value for name, value in getattr(self, table).items() if younger.get(name) != value}
+            for table, younger in _YOUNGER_OPTIONS.items()
+        }
+        kept = replace(self, data_dir=None, save_models="all", **tables).to_toml()
         for spec in settings():
             if spec.name in _YOUNGER and getattr(self, spec.name) == spec.default:
                 [line] = toml_lines({spec.name: spec.default})

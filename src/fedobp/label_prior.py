@@ -39,7 +39,7 @@ from fedobp.method import (
     Train,
 )
 from fedobp.options import Calibrate, Prior
-from fedobp.wrapped import Function, Wrapped, compose, last
+from fedobp.wrapped import Function, Wrapped, compose, first_context, last
 
 _LARGEST_SHARE = 1000  # a client keeps at most one entry in so many
 
@@ -60,7 +60,7 @@ def _fit_biases(model: Model, client: Client, batch: Batch) -> Client:
 
 def _fit_head(model: Model, client: Client, batch: Batch) -> Client:
     weight, bias = model.head(client.theta)
-    most = max(1, len(client.theta) // _LARGEST_SHARE - len(bias))
+    most = max(0, len(client.theta) // _LARGEST_SHARE - len(bias))
     fit = fit_head(model.features(client.theta, batch.x), batch.y, batch.weight, weight, bias, most)
     dtype = client.theta.dtype
     return client.set(offset=fit.bias.to(dtype), change=fit.weight.to(dtype), chosen=fit.chosen)
@@ -140,14 +140,18 @@ class LabelPrior(Wrapped):
 
     def init(self, model: Model, theta: Tensor, seed: int) -> InitialState:
         """Refuse what has no linear head with a bias, or no plain cross-entropy."""
-        model.head(theta)
-        ctx = RoundContext(model, 1, 2, 1, 1, torch.tensor([0]), seed, torch.zeros_like, torch.tensor([0]))
+        if not model.has_linear_head:
+            raise FedobpError(
+                f"--prior and --calibrate need a last layer that is linear and has a bias, and that of '{model.name}' "
+                "is not: leave them out, or choose another --model"
+            )
+        ctx = first_context(model, seed)
         program: list[Any] = [*self.inner.client_update(ctx), *self.inner.personalize(ctx)]
         custom = [item for item in program if isinstance(item, Sweep) or getattr(item, "loss", None) is not None]
         if custom or self.inner.predict is not None:
             raise FedobpError(
-                f"--prior and --calibrate go with methods that train and predict by plain cross-entropy, and "
-                f"{self.inner.name} does not: leave them out, or choose another --method"
+                f"--prior and --calibrate go with methods that train and predict by plain cross-entropy, without a fit "
+                f"of their own, and {self.inner.name} does not: leave them out, or choose another --method"
             )
         return self.inner.init(model, theta, seed)
 

@@ -6,6 +6,7 @@ A wrapper is called as the inner method is, has its options, and does what it do
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fedobp.method import (
@@ -84,6 +85,12 @@ def inner_of(method: Method) -> Method:
     while isinstance(method, Wrapped):
         method = method.inner
     return method
+
+
+def first_context(model: Model, seed: int) -> RoundContext:
+    """Return the context of one client in round 1: for what follows from a method without any training."""
+    client = torch.tensor([0])
+    return RoundContext(model, 1, 2, 1, 1, client, seed, global_gradient=torch.zeros_like, groups=client)
 
 
 def compose(*functions: Function) -> Function:

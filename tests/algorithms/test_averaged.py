@@ -35,6 +35,16 @@ def test_two_rounds_by_hand():
         torch.testing.assert_close(download["theta"], vector(*sent)[None])
 
 
+def test_a_round_with_several_aggregations_counts_once():
+    """A sequential method: A_2 is (A_1 + theta_2) / 2 with the model after the second client of round 2."""
+    method = averaged(METHODS["fedavg"](), 1.0)
+    server, records, _ = method.init(None, vector(9, 9), 0)
+    for number, upload in ((3, vector(4, 0)), (7, vector(100, 100)), (7, vector(0, 2))):
+        update = CohortUpdate({"theta": upload[None]}, torch.tensor([5]), 5)
+        server, records = method.aggregate(context(0, round=number), server, records, update)
+    assert server["theta"].tolist() == [2, 1]
+
+
 def test_a_share_of_1_is_the_mean_of_all_rounds():
     models = [torch.randn(2, generator=torch.Generator().manual_seed(at)) for at in range(30)]
     _, server = rounds(1.0, *models)

@@ -47,7 +47,6 @@ def personal(method, last, theta, round=2, **more):
 # rms
 
 
-@pytest.mark.essential
 def test_rms_keeps_entries_far_above_the_root_mean_square():
     last, zero = vector(3, 0, 0, 0, 1, -5, 1, 0), torch.zeros(8)  # the mean of squares is 36 / 8 = 4.5
     assert personal(Decoupled(rule="rms", c=1.0), last, zero) == [0, 5]  # 9 and 25 are above 4.5
@@ -125,7 +124,6 @@ def after_test(model, theta, x, y, **options):
     return client
 
 
-@pytest.mark.essential
 def test_the_statistic_of_a_linear_model_by_hand():
     """Two samples, x = 1 of class 0 and x = -2 of class 1, at theta = 0, where p = 1/2.
 

@@ -137,7 +137,7 @@ def test_it_wraps_a_method():
 def test_both_engines_agree_and_others_refuse(name, parts):
     federations = [small_federation(name, "one batch", engine=engine, **parts) for engine in ("serial", "lanes")]
     if name not in PLAIN:
-        with pytest.raises(FedobpError, match=f"plain cross-entropy, and {name} does not"):
+        with pytest.raises(FedobpError, match=f"plain cross-entropy, without a fit of their own, and {name} does not"):
             federations[1].run()
         return
     serial, lanes = (federation.run() for federation in federations)
@@ -176,7 +176,7 @@ def _first_has_none(task):
 
 def test_what_has_no_linear_head_with_a_bias_is_refused():
     config = Config(**{**SMALL, "model": NETWORKS["without-bias"]}, method="fedavg", prior="serve")
-    with pytest.raises(FedobpError, match="needs a classifier that is one linear layer with a bias"):
+    with pytest.raises(FedobpError, match="need a last layer that is linear and has a bias"):
         Federation(config).run()
 
 
@@ -209,3 +209,15 @@ def test_settings_from_before_have_the_same_hash():
     assert 'prior = "off"' in config.to_toml()
     assert config.hash == Config(rounds=3, prior="off", calibrate="off", average=0.0).hash
     assert len({replace(config, **one).hash for one in ({}, {"prior": "serve"}, {"average": 0.5})}) == 3
+
+
+def test_options_that_came_later_do_not_change_a_hash():
+    """Runs of `decoupled` and of the partition `feature` can be resumed that are older than some of their options."""
+    old = Config(method="decoupled", options={"q": 0.9}, partition="feature", partition_options={"noise": 0.1})
+    new = replace(
+        old,
+        options={"q": 0.9, "rule": "quantile", "c": 20.0, "warmup": 0, "soft": 0.0},
+        partition_options={"noise": 0.1, "strength": 0.8, "groups": 0, "labels": "iid"},
+    )
+    assert new.hash == old.hash
+    assert replace(new, options={**new.options, "rule": "rms"}).hash != old.hash

@@ -10,6 +10,7 @@ import torch
 from flwr.app import Message
 
 from fedobp import load_results
+from fedobp.csv_rows import read_rows
 from fedobp.flower.messages import pack, unpack
 from fedobp.flower.server import serve
 from fedobp.wire import decode, encode
@@ -127,8 +128,8 @@ def test_forged_counts_are_refused_and_the_others_are_taken(change, tmp_path):
     settings, _ = prepared(tmp_path, CONFIG)
     served(tmp_path, settings, {1: counted(change)})
     assert statuses(tmp_path / "run", kind="evaluate") == {(number, 1, "refused") for number in (2, 4, 5)}
-    rows = (tmp_path / "run" / "clients.csv").read_text().splitlines()
-    assert [row.split(",")[4] == "" for row in rows[1:]] == [False, True, False, False, False]  # served
+    rows = read_rows(tmp_path / "run" / "clients.csv")
+    assert [row["served"] is None for row in rows] == [False, True, False, False, False]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,6 @@ def vector(weight, bias):
     return torch.cat([torch.tensor(weight, dtype=torch.float64).flatten(), torch.tensor(bias, dtype=torch.float64)])
 
 
-@pytest.mark.essential
 def test_a_clients_bias_and_accuracies_by_hand():
     model = Model(linear, (2,), 3)
     theta = torch.zeros(9, dtype=torch.float64)

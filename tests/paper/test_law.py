@@ -21,7 +21,6 @@ def test_the_separation_of_two_classes_is_a_normal_quantile(g):
     assert separation(g, 2) == pytest.approx(math.sqrt(2) * norm.ppf(g), rel=1e-6)
 
 
-@pytest.mark.essential
 def test_two_classes_with_a_prior():
     # right about class 1 if m (x_1 - x_2) > log(p_2 / p_1): Phi((m + log(p_1 / p_2) / m) / sqrt 2)
     m, p = 1.3, np.array([0.8, 0.2])

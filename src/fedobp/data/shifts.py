@@ -120,4 +120,6 @@ def _assign(labels: str, task: PartitionTask) -> list[Indices]:
 
 def _groups(random: Generator, clients: int, groups: int) -> list[int]:
     """Draw each client's group; the sizes of groups differ by at most one."""
+    if groups > max(4, clients):  # four rotations of fewer clients are some of them
+        raise FedobpError(f"--partition-set groups={groups} is more than the {clients} clients: use fewer groups")
     return [rank % groups for rank in random.permutation(clients).tolist()]

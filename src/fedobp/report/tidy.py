@@ -44,8 +44,9 @@ def tidy_rows(run: "SavedRun") -> list[dict[str, Any]]:
         "use_passes": result["compute"]["use"],
         "seconds": result.get("seconds"),
         "options": _pairs(config.options),
-        "parts": _pairs({name: value for name in PARTS if (value := getattr(config, name)) != getattr(Config, name)}),
-        "partition_options": _pairs(config.partition_options),
+        "parts": _pairs({name: value for name in PARTS if (value := getattr(config, name)) != getattr(Config, name)})
+        or None,
+        "partition_options": _pairs(config.partition_options) or None,
         "network": label(config.model),
         "clients": config.clients,
         "participation": config.participation,
