@@ -25,6 +25,7 @@ OURS = "fedobp-auto"
 _MODELS = {("fedavg", "last"): "fedavg-last", ("fedavg", "finetuned"): "fedavg-ft",
            ("scaffold", "finetuned"): "scaffold-ft"}  # fmt: skip
 _SHOWN = (OURS, "fedavg", "fedobp", "fedper", "fedpac", "scaffold-prior", "fedavg-prior")  # in curves
+FINETUNING = 5  # epochs, in all sweeps of the study
 _RULES = {"rms": "rms rule", "statistic": "score statistic"}
 HEADER = ["method", "pooled", "client mean", "worst tenth", "numbers a client keeps", "MB a round, down + up",
           "passes in a visit, before use", "seeds", f"{OURS} minus it"]  # fmt: skip
@@ -76,6 +77,8 @@ def label(row: Row) -> str | None:
         name += f", {parts['calibrate']} fitted"
     if "average" in parts:
         name += ", averaged"
+    if {"compress_down", "compress_up"} & parts.keys():
+        name += ", compressed"
     return name + (f", {_RULES[rule]}" if (rule := option(row, "rule")) in _RULES else "")
 
 
@@ -97,7 +100,7 @@ def cell_table(cell: Cell, by_name: Mapping[str, list[Row]]) -> Table:
         rows = by_name[name]
         first, test = rows[0], paired(ours, by_seed(rows)) if name != OURS else None
         kept = f"{statistics.fmean(row['personal_mean'] for row in rows):,.0f}" if _is_served(first) else "all"
-        use = first["use_passes"] + (5 if first["model"] == "finetuned" else 0)
+        use = first["use_passes"] + (FINETUNING if first["model"] == "finetuned" else 0)
         traffic = statistics.fmean((row["bytes_down"] + row["bytes_up"]) / row["rounds"] / 1e6 for row in rows)
         shown = f" ({probability(test.p)})" if test and test.p is not None else ""
         table.add(
