@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedobp.models import sample_losses
-
 PSEUDO_COUNT = 0.5  # of each class: Jeffreys' prior
 _NEWTON_STEPS = 20
 _HEAD_STEPS, _CG_STEPS = 8, 12  # for the head: Newton steps, and conjugate gradients in each
@@ -48,13 +46,14 @@ def fit_biases(logits: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     one = torch.where(size > 1e-12, size, 1.0)
     x, held = z / one, PSEUDO_COUNT * k
 
-    def objective(at: Tensor) -> Tensor:
-        a, b = at[k], at[:k]
-        fit = (sample_losses(a * x + b, y) * w).sum()
-        return fit - PSEUDO_COUNT * b.log_softmax(-1).sum() + held / 2 * (a - one).square()
+    def objective(points: Tensor) -> Tensor:
+        """Of several points [P, K + 1] at once: a step of Newton's method is bound by the number of calls."""
+        a, b = points[:, k], points[:, :k]
+        fit = _cross_entropy(a[:, None, None] * x + b[:, None], target, w)
+        return fit - PSEUDO_COUNT * b.log_softmax(-1).sum(-1) + held / 2 * (a - one).square()
 
     starts = torch.stack([torch.cat([z.new_zeros(k), a[None]]) for a in (one, one.clamp(max=1))])
-    at = starts[torch.stack([objective(start) for start in starts.unbind()]).argmin()]
+    at = starts[_smallest(objective(starts))]
     damping = z.new_tensor(_DAMPINGS)[:, None, None] * torch.eye(k + 1, dtype=z.dtype, device=z.device)
     for _ in range(_NEWTON_STEPS):
         a, b = at[k], at[:k]
@@ -71,14 +70,19 @@ def fit_biases(logits: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
             torch.cat([of_both, of_a[None]])[None],
         ])  # fmt: skip
         steps = torch.linalg.solve_ex(curvature + damping, slope.expand(len(_DAMPINGS), -1))[0]
-        at = _best(objective, torch.cat([at[None], at - steps]))
+        points = torch.cat([at[None], at - steps])
+        at = points[_smallest(objective(points))]
     return at[k] / one, at[:k]
 
 
-def _best(objective: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
-    """Return the point with the smallest objective; what is not finite is never the smallest."""
-    found = torch.stack([objective(point) for point in points.unbind()])
-    return points[torch.where(found.isfinite(), found, torch.inf).argmin()]
+def _cross_entropy(logits: Tensor, target: Tensor, w: Tensor) -> Tensor:
+    """Return the sum over samples for each of several points: [P, n, K] to [P]."""
+    return -(logits.log_softmax(-1) * target).sum(-1) @ w
+
+
+def _smallest(objectives: Tensor) -> Tensor:
+    """Return the position of the smallest objective; what is not finite is never the smallest."""
+    return torch.where(objectives.isfinite(), objectives, torch.inf).argmin()
 
 
 def offset_of(a: Tensor, b: Tensor) -> Tensor:
@@ -123,12 +127,10 @@ def fit_head(features: Tensor, y: Tensor, w: Tensor, weight: Tensor, bias: Tenso
         (a.square() / 4 * (w.sum() + PSEUDO_COUNT * k)).expand_as(e),
     )
 
-    def objective(d: Tensor, e: Tensor) -> Tensor:
-        fit = (sample_losses(a * (z + f @ d.T + o + e), y) * w).sum()
-        return fit - PSEUDO_COUNT * (a * (o + e)).log_softmax(-1).sum() + held / 2 * d.square().sum()
-
+    lengths, axes = f.new_tensor(_LENGTHS), torch.eye(2, dtype=f.dtype, device=f.device)
     for _ in range(_HEAD_STEPS):
-        p, q = (a * (z + f @ d.T + o + e)).softmax(-1), (a * (o + e)).softmax(-1)
+        now = z + f @ d.T + o + e
+        p, q = (a * now).softmax(-1), (a * (o + e)).softmax(-1)
         rest = (p - target) * w[:, None]
         slope_d = torch.where(chosen, a * rest.T @ f + held * d, 0)
         slope_e = a * (rest.sum(0) + PSEUDO_COUNT * (k * q - 1))
@@ -147,12 +149,16 @@ def fit_head(features: Tensor, y: Tensor, w: Tensor, weight: Tensor, bias: Tenso
         )
         newton = _solve(curvature, (slope_d, slope_e), scales)
         # Where the softmax is saturated, Newton's step is too long at any length: there, a step along the gradient.
-        gradient = slope_d / bounds[0], slope_e / bounds[1]
-        tries = [(length, step) for step in (newton, gradient) for length in _LENGTHS]
-        points = [(d, e), *((d - length * u, e - length * v) for length, (u, v) in tries)]
-        found = torch.stack([objective(*point) for point in points])
-        best = torch.where(found.isfinite(), found, torch.inf).argmin()
-        d, e = (torch.stack(parts)[best] for parts in zip(*points, strict=True))
+        steps_d = torch.stack([newton[0], slope_d / bounds[0]]).nan_to_num(0.0, 0.0, 0.0)
+        steps_e = torch.stack([newton[1], slope_e / bounds[1]]).nan_to_num(0.0, 0.0, 0.0)
+        # All lengths of both steps, and none: [P, K, D], [P, K]; the logits are linear in them.
+        some = torch.cat([lengths.new_zeros(1, 2), torch.cat([torch.outer(lengths, axis) for axis in axes])])
+        ds, es = d - torch.einsum("ps,skd->pkd", some, steps_d), e - some @ steps_e
+        moves = f @ steps_d.transpose(-1, -2) + steps_e[:, None]
+        fit = _cross_entropy(a * (now - torch.einsum("ps,snk->pnk", some, moves)), target, w)
+        pseudo = PSEUDO_COUNT * (a * (o + es)).log_softmax(-1).sum(-1)
+        best = _smallest(fit - pseudo + held / 2 * ds.square().sum((-1, -2)))
+        d, e = ds[best], es[best]
     return HeadFit(d, o + e, chosen & (d != 0))
 
 

@@ -48,14 +48,17 @@ def test_batch_norm_is_refused():
 
 
 def test_labels_that_mean_something_else_are_learned():
-    """Half of the clients swap labels in pairs: neither the global model nor a label prior can tell."""
+    """Half of the clients call each class by the next one's name: neither the global model nor a prior can tell.
+
+    400 features, most of them noise: a thousandth of the model is 51 numbers.
+    """
     random = np.random.default_rng(0)
     true = random.integers(0, 4, 2400)
-    x = (3 * np.eye(4, 8)[true] + random.standard_normal((2400, 8))).astype(np.float32)
+    x = (6 * np.eye(4, 400)[true] + random.standard_normal((2400, 400))).astype(np.float32)
     client = np.arange(2400) % 8
-    y = np.where(client < 4, true, true ^ 1)
+    y = np.where(client < 4, true, (true + 1) % 4)
     config = Config(rounds=8, participation=0.5, lr=0.1, eval_every=8)
     federation = Federation.from_data(x, y, client=client, config=config)
     accuracy = {name: federation.run(name).accuracy.pooled for name in ("fedavg", "fedobp-auto")}
     assert accuracy["fedavg"] < 65
-    assert accuracy["fedobp-auto"] > accuracy["fedavg"] + 15
+    assert accuracy["fedobp-auto"] > accuracy["fedavg"] + 8
