@@ -46,9 +46,7 @@ def problem(seed, n, k, spread):
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    st.integers(0, 10**6), st.integers(1, 60), st.integers(2, 12), st.sampled_from([0.01, 0.3, 1.0, 5.0, 10.0])
-)
+@given(st.integers(0, 10**6), st.integers(1, 60), st.integers(2, 12), st.sampled_from([0.01, 0.3, 1.0, 5.0, 10.0]))
 def test_fitted_biases_are_at_the_minimum(seed, n, k, spread):
     """The gradient is 0 there; the problem is convex."""
     z, y = problem(seed, n, k, spread)

@@ -126,8 +126,10 @@ def fit_head(features: Tensor, y: Tensor, w: Tensor, weight: Tensor, bias: Tenso
         (a.square() / 4 * (w @ f.square()) + held).clamp(min=1e-30).expand_as(d),
         (a.square() / 4 * (w.sum() + PSEUDO_COUNT * k)).expand_as(e),
     )
+    # Points to try, as multiples of two steps: none, and all lengths of each.
+    lengths, none = f.new_tensor(_LENGTHS)[:, None], f.new_zeros(len(_LENGTHS), 1)
+    tried = torch.cat([none.new_zeros(1, 2), torch.cat([lengths, none], dim=1), torch.cat([none, lengths], dim=1)])
 
-    lengths, axes = f.new_tensor(_LENGTHS), torch.eye(2, dtype=f.dtype, device=f.device)
     for _ in range(_HEAD_STEPS):
         now = z + f @ d.T + o + e
         p, q = (a * now).softmax(-1), (a * (o + e)).softmax(-1)
@@ -151,11 +153,10 @@ def fit_head(features: Tensor, y: Tensor, w: Tensor, weight: Tensor, bias: Tenso
         # Where the softmax is saturated, Newton's step is too long at any length: there, a step along the gradient.
         steps_d = torch.stack([newton[0], slope_d / bounds[0]]).nan_to_num(0.0, 0.0, 0.0)
         steps_e = torch.stack([newton[1], slope_e / bounds[1]]).nan_to_num(0.0, 0.0, 0.0)
-        # All lengths of both steps, and none: [P, K, D], [P, K]; the logits are linear in them.
-        some = torch.cat([lengths.new_zeros(1, 2), torch.cat([torch.outer(lengths, axis) for axis in axes])])
-        ds, es = d - torch.einsum("ps,skd->pkd", some, steps_d), e - some @ steps_e
+        # The points [P, K, D] and [P, K]; the logits are linear in them.
+        ds, es = d - torch.einsum("ps,skd->pkd", tried, steps_d), e - tried @ steps_e
         moves = f @ steps_d.transpose(-1, -2) + steps_e[:, None]
-        fit = _cross_entropy(a * (now - torch.einsum("ps,snk->pnk", some, moves)), target, w)
+        fit = _cross_entropy(a * (now - torch.einsum("ps,snk->pnk", tried, moves)), target, w)
         pseudo = PSEUDO_COUNT * (a * (o + es)).log_softmax(-1).sum(-1)
         best = _smallest(fit - pseudo + held / 2 * ds.square().sum((-1, -2)))
         d, e = ds[best], es[best]
