@@ -141,7 +141,7 @@ def curves(rows: Sequence[Row], history: Sequence[Row]) -> "Figure":
             if rounds:
                 means = [statistics.fmean(row["pooled"] for row in where(points, round=number)) for number in rounds]
                 ax.plot(rounds, means, label=name, **{**style(place), "markevery": max(1, len(rounds) // 5)})
-        words = cell.words.split(", ")
+        words = cell.words.replace(", equal label shares", "").split(", ")
         ax.set_title(", ".join(words[:-3]) + f"\n{words[-3]}", fontsize="small")
         ax.set(xlabel="round", ylabel="accuracy, per cent" if at % columns == 0 else None)
         whole_numbers(ax)
