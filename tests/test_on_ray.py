@@ -17,7 +17,8 @@ from children import children
 
 from fedobp import Config, FedobpError
 from fedobp.on_ray import train_launch, train_on_ray, write_runs
-from fedobp.sweep_folder import plan_folder, resume_sweep
+from fedobp.sweep_folder import resume_sweep
+from fedobp.sweep_plan import plan_folder
 
 METHODS = "fedavg,seqfededt"
 FLAGS = ("--clients", "6", "--epochs", "1", "--participation", "0.5", "--model", "mlp", "--rounds", "100",

@@ -18,7 +18,8 @@ from fedobp.algorithms.fedavg import FedAvg
 from fedobp.data import load, partition, save_partition
 from fedobp.files import lock
 from fedobp.sweep_file import MOST_RUNS
-from fedobp.sweep_folder import Shard, Sweep, collect, estimate, plan_folder, read_plan, resume_sweep
+from fedobp.sweep_folder import collect, estimate, resume_sweep
+from fedobp.sweep_plan import Shard, Sweep, plan_folder, read_plan
 
 SMALL = {"clients": 6, "rounds": 3, "epochs": 1, "participation": 0.5, "model": "mlp", "eval_every": 1}
 

@@ -25,7 +25,8 @@ from fedobp.errors import FedobpError, described, short
 from fedobp.files import lock, write
 from fedobp.launch import Progress
 from fedobp.result import Failure
-from fedobp.sweep_folder import Outcome, Sweep, copy_run, read_plan, train_launches
+from fedobp.sweep_folder import copy_run, train_launches
+from fedobp.sweep_plan import Outcome, Sweep, read_plan
 
 RETRIES = 3  # of a launch whose worker or node died
 _POLL = 0.2  # seconds between looks at what has finished

@@ -35,7 +35,7 @@ from fedobp.storage import load_state_dict
 from fedobp.storage.tensor_file import read_tensors
 from fedobp.sweep_file import read_sweep_file
 from fedobp.sweep_file import to_toml as sweep_toml
-from fedobp.sweep_folder import _read_failure as read_failure
+from fedobp.sweep_plan import read_failure
 from fedobp.wire import decode, decode_expected, encode
 
 from .mutators import sealed, tensors_of

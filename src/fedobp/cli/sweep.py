@@ -30,7 +30,8 @@ from fedobp.cli.sweeping import Asked, make_configs, print_outcome, refuse_flags
 from fedobp.errors import FedobpError, short, unknown
 
 if TYPE_CHECKING:
-    from fedobp.sweep_folder import Shard, Train
+    from fedobp.sweep_folder import Train
+    from fedobp.sweep_plan import Shard
 
 
 @with_settings(*(name for name in SETTINGS if name != "method"), save_models="none")
@@ -137,13 +138,13 @@ def collect(
 
 
 def _plan_in(folder: Path) -> Path:
-    from fedobp.sweep_folder import plan_file
+    from fedobp.sweep_plan import plan_file
 
     return plan_file(folder)
 
 
 def _shard(text: str | None) -> "Shard":
-    from fedobp.sweep_folder import Shard
+    from fedobp.sweep_plan import Shard
 
     if text is None:
         return Shard()
@@ -169,7 +170,8 @@ def _print_plan(asked: Asked, out: Path | None, name: str, shard: "Shard", as_js
     """Print what would be trained, launch by launch, and about how long it takes; nothing is written."""
     from fedobp.cli.output import report_failures
     from fedobp.report.plans import plan_table
-    from fedobp.sweep_folder import estimate, plan_folder
+    from fedobp.sweep_folder import estimate
+    from fedobp.sweep_plan import plan_folder
     from fedobp.sweeps import SweepError
 
     configs, refused = make_configs(asked.runs)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from fedobp.data import Dataset
     from fedobp.method import Method
     from fedobp.result import Failure
-    from fedobp.sweep_folder import Outcome, Shard, Train
+    from fedobp.sweep_folder import Train
+    from fedobp.sweep_plan import Outcome, Shard
 
 _MOST_RUNS = 1_000  # from flags; a file may have more
 _TEXTS = [spec.name for spec in settings() if number_type(spec) is None]  # a dataset may be called 2024
@@ -157,7 +158,8 @@ def train_and_print(
     `name` is "sweep" or "compare": that of the plan's file.
     """
     from fedobp.storage import new_run_folder
-    from fedobp.sweep_folder import Shard, resume_sweep
+    from fedobp.sweep_folder import resume_sweep
+    from fedobp.sweep_plan import Shard
     from fedobp.sweeps import SweepError
     from fedobp.trackers import trackers_named
 
@@ -208,7 +210,8 @@ def print_outcome(
     from fedobp.report.choice import choice_notes, chosen_values
     from fedobp.report.page import write_report
     from fedobp.report.tables import compare_table, summarise
-    from fedobp.sweep_folder import read_plan, write_tables
+    from fedobp.sweep_folder import write_tables
+    from fedobp.sweep_plan import read_plan
     from fedobp.sweeps import SweepError
 
     results = [run.to_result() for run in outcome.runs.values()]
