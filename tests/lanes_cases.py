@@ -406,7 +406,7 @@ def metrics(folder):
 def same(ours, theirs, atol=1e-9):
     """Compare two results: models to a tolerance, and all counts exactly."""
     if atol and ours.config.method == "fedobp-auto":  # b / a of a fit amplifies rounding where a is small
-        atol = 1e-5
+        atol = 1e-4
     torch.testing.assert_close(vectors(ours), vectors(theirs), rtol=0, atol=atol)
     for name in ("accuracy", "last", "finetuned", "validation", "history", "personal", "bytes", "compute", "protocol"):
         assert getattr(ours, name) == getattr(theirs, name), name

@@ -16,7 +16,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from fedobp.run import Run
 from fedobp.saved_runs import read_run
 from fedobp.storage import versions
 from fedobp.storage.tensor_file import read_tensors, write_tensors
+from fedobp.transfer import AsyncCopy
 
 FOLDER = "checkpoint"
 _KEPT = 2  # checkpoints of a run
@@ -78,6 +79,24 @@ class Snapshot(NamedTuple):
     changed: list[int]
     ready: torch.cuda.Event | None  # when a device has computed it
 
+    def on_host(self) -> "Snapshot":
+        """Return it with its tensors on the CPU.
+
+        Each is copied once, and only these copies are waited for: a synchronisation with the device would be an error
+        while the training thread finds out whether a step synchronises.
+        """
+        copies: dict[int, AsyncCopy] = {}
+        records = [self.server, *(record for store in self.stores.values() for record in store.values())]
+        for tensor in (tensor for record in records for tensor in record.values()):
+            if id(tensor) not in copies:
+                copies[id(tensor)] = AsyncCopy(tensor.detach())
+
+        def copied(record: Tensors) -> Tensors:
+            return {name: copies[id(tensor)].value() for name, tensor in record.items()}
+
+        stores = {name: {one: copied(record) for one, record in store.items()} for name, store in self.stores.items()}
+        return self._replace(server=copied(self.server), stores=stores)
+
 
 class Checkpoints:
     """The checkpoints of one run, in its folder; `writer` is the thread that writes those of its launch, in turn."""
@@ -118,11 +137,11 @@ class Checkpoints:
 
     def _write(self, snapshot: Snapshot) -> None:
         """Write a checkpoint, and remove what neither of the newest two needs."""
-        device = snapshot.server["theta"].device
-        with torch.cuda.stream(torch.cuda.Stream(device)) if snapshot.ready else nullcontext():
-            if snapshot.ready:
+        if snapshot.ready:
+            with torch.cuda.stream(torch.cuda.Stream(snapshot.server["theta"].device)):
                 snapshot.ready.wait()
-            self._write_files(snapshot)
+                snapshot = snapshot.on_host()
+        self._write_files(snapshot)
         self._remove_old()
 
     def _write_files(self, snapshot: Snapshot) -> None:

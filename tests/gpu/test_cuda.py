@@ -350,9 +350,10 @@ def test_a_whole_round_does_not_wait(method):
     hparams = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, **chosen.hparams()}
     all_clients, prepared = torch.arange(CLIENTS), None
     cohorts = all_clients.split(1) if chosen.sequential else [all_clients]
+    groups = all_clients % 2  # on the host, as in a run
 
     def job_of(round, cohort):
-        ctx = RoundContext(model, round, 9, CLIENTS, 2, cohort)
+        ctx = RoundContext(model, round, 9, CLIENTS, 2, cohort, groups=groups)
         return PoolJob(ctx, chosen.client_update(ctx), hparams, {}, clients=clients)
 
     def play(round):

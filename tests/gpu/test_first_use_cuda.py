@@ -70,7 +70,10 @@ def test_the_self_check_finds_other_numbers(monkeypatch):
 
 @pytest.mark.usefixtures("without_table")
 def test_the_first_use_tunes_once_and_says_so():
-    with pytest.warns(UserWarning, match=rf"tuned for {CARD.name} in bf16 in \d+ s; the table is kept in"):
+    with (
+        pytest.warns(UserWarning, match=f"tuning the kernels for {CARD.name} in bf16, once, for up to 15 s"),
+        pytest.warns(UserWarning, match=rf"tuned for {CARD.name} in bf16 in \d+ s; the table is kept in"),
+    ):
         first = fused_for(CNN, 32, "bf16", "auto", DEVICE)
     assert cache.load("tiles", cache.key_for(CARD, "bf16")) is not None
     with warnings.catch_warnings():

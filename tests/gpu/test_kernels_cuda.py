@@ -220,7 +220,9 @@ def test_runs_are_those_of_the_serial_engine(precision, folder):
     for one, other in zip(fast, slow, strict=True):
         assert abs(one.accuracy.pooled - other.accuracy.pooled) < 3
         assert abs(one.finetuned.pooled - other.finetuned.pooled) < 3
-        assert one.bytes == other.bytes
+        # A mask of other entries has other run lengths.
+        assert one.bytes.down_total == pytest.approx(other.bytes.down_total, rel=1e-5)
+        assert one.bytes.up_total == pytest.approx(other.bytes.up_total, rel=1e-5)
         moved_alike(one, other, precision)
 
 

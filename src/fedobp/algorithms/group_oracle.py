@@ -13,6 +13,7 @@ from torch import Tensor
 from fedobp import method as fl
 from fedobp.algorithms.fedavg import FedAvg, all_mine, take_global
 from fedobp.errors import FedobpError
+from fedobp.transfer import to_device
 
 
 def known_groups(ctx: fl.RoundContext) -> Tensor:
@@ -36,7 +37,7 @@ class GroupOracle(FedAvg):
         if "models" not in server:
             return super().download(ctx, server, records)
         models = server["models"]
-        return {"theta": models[groups[ctx.cohort].to(models.device)]}, records
+        return {"theta": models[to_device(groups[ctx.cohort], models.device)]}, records
 
     def aggregate(
         self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
@@ -49,7 +50,7 @@ class GroupOracle(FedAvg):
             return mean, records
         models = list(server.get("models", theta.expand(count, -1)))
         for group in groups[ctx.cohort].unique().tolist():
-            members = (groups[ctx.cohort] == group).nonzero()[:, 0].to(theta.device)
+            members = to_device((groups[ctx.cohort] == group).nonzero()[:, 0], theta.device)
             uploads, n = update.dense("theta")[members], update.n[members]
             models[group] = torch.where(n.sum() > 0, fl.average(uploads, n), models[group])
         return {**mean, "models": torch.stack(models)}, records

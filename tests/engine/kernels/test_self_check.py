@@ -75,13 +75,13 @@ FAULTS = {
     ),
     "of all lanes": (
         Computed(scaled(BOTH, 0.95)),
-        "a step differs from the reference by 0.05 in conv2.weight in half of the lanes (at most 0.0001 is allowed)",
+        "a step differs from the reference by 0.05 in conv2.weight in half of the lanes (at most 0.0005 is allowed)",
     ),
     "in bf16": (
         Computed(scaled(BOTH, 1.05), precision="bf16"),
-        "a step differs from the reference by 0.05 in conv2.weight in half of the lanes (at most 0.01 is allowed)",
+        "a step differs from the reference by 0.05 in conv2.weight in half of the lanes (at most 0.03 is allowed)",
     ),
-    "without rounding": (Computed(precision="bf16", computed_in="fp32"), " in half of the lanes (at most 0.01 "),
+    "without rounding": (Computed(precision="bf16", computed_in="fp32"), " in half of the lanes (at most 0.03 "),
     "NaN": (Computed(not_finite), "a step differs from the reference by nan in conv2.weight (at most 0.1 is allowed)"),
     "the second launch": (Computed(flipped(2)), "a repeated launch differs in 1 of 582,026 entries"),
     "the second lane": (Computed(flipped()), "two equal lanes differ in 1 of 582,026 entries"),
@@ -122,7 +122,7 @@ def test_idle_lanes_are_among_exact_and_padded_ones(monkeypatch):
 
 @pytest.mark.essential
 def test_the_error_is_relative_to_the_change_of_a_tensor_in_a_lane():
-    layout = Layout(("a", "b"), ((2,), (1,)))
+    layout = Layout(("a.weight", "b.weight"), ((2,), (1,)))
     start = torch.tensor([[1.0, 1.0, 5.0], [0.0, 0.0, 0.0]])
     right = torch.tensor([[4.0, 5.0, 5.0], [0.0, 2.0, -4.0]])
     found = torch.tensor([[4.0, 6.0, 5.5], [0.6, 2.8, -4.0]])
@@ -130,6 +130,15 @@ def test_the_error_is_relative_to_the_change_of_a_tensor_in_a_lane():
     torch.testing.assert_close(
         change_errors(layout, start, found, right), torch.tensor([[0.2, 0.5], [0.5, 0.0]]).double()
     )
+
+
+def test_the_error_of_a_bias_whose_terms_cancel_is_relative_to_the_change_of_its_layer():
+    layout = Layout(("a.weight", "a.bias"), ((3,), (1,)))
+    start, right = torch.zeros(1, 4), torch.tensor([[6.0, 6.0, 0.0, 0.0]])
+    found = torch.tensor([[6.0, 6.0, 0.0, 0.3]])
+    # Root mean square of the layer's change: sqrt(72 / 4), of which the bias has sqrt(1); its weight's norm is larger.
+    errors = change_errors(layout, start, found, right)
+    torch.testing.assert_close(errors, torch.tensor([[0.0], [0.3 / 18**0.5]]).double(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.usefixtures("small_tests")

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, partialmethod
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -182,9 +181,9 @@ def test_the_bench_launches_every_kernel_and_skips_what_cannot_be_used(monkeypat
     """On the CPU, with interpreted kernels and without CUDA: what a card does differently is tested there."""
     for name in ("synchronize", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
-    for name in ("device", "stream", "graph"):
+    for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(tuning, "capture", lambda job: lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(tuning, "_SHAPES", Shapes(28, 1, 10, 16))
     monkeypatch.setattr(tuning, "_SAMPLES", 8)

@@ -23,11 +23,10 @@ def compile_all(launches: Sequence[Launch], device: torch.device, card: Card | N
     """
     with ThreadPoolExecutor() as pool:
         compiled = list(pool.map(on_stream(device, Launch.compiled), launches))
-        for one, kernel in zip(launches, compiled, strict=True):
-            _refuse_problems(one, kernel, card, must_read)
-        list(pool.map(on_stream(device, Launch.__call__), launches))
-    # Triton keeps compiled kernels in a table that it does not lock. What one thread has lost for another is in its
-    # cache on disk, and is loaded here: not while a graph is captured.
+    for one, kernel in zip(launches, compiled, strict=True):
+        _refuse_problems(one, kernel, card, must_read)
+    # One after another: Triton 3.6 may load the launcher of another kernel when two threads load one. What it has lost
+    # of a thread's kernels, in a table that it does not lock, is in its cache on disk.
     for one in launches:
         one()
 

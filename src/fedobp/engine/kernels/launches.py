@@ -35,9 +35,16 @@ class Launch:
         self.kernel[self.grid](*self.args, *self.constants, num_warps=self.warps, num_stages=self.stages)
 
     def compiled(self) -> Any:
-        """Return the kernel compiled for the current card, as a launch would use it, without launching it."""
+        """Return the kernel compiled for the current card, as a launch would use it, without launching it.
+
+        Its launcher, for which Triton 3.6 runs a C compiler, is then in Triton's cache on disk.
+        """
+        import triton
+
         options = {"num_warps": self.warps, "num_stages": self.stages}
-        return self.kernel.warmup(*self.args, *self.constants, grid=self.grid, **options)
+        kernel = self.kernel.warmup(*self.args, *self.constants, grid=self.grid, **options)
+        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+        return kernel
 
     @property
     def variant(self) -> Hashable:

@@ -81,9 +81,10 @@ def expected_steps(
 ) -> tuple[Tensor, Tensor]:
     """Return the vectors and the sums of losses that `Fused.train` should compute from the same arguments.
 
-    In float64, on their device, lane by lane and term by term; `theta` and the rule do not change.
+    In float64, on their device, lane by lane and term by term; `theta` and the rule do not change. All batches have one
+    shape, with weight 0 for samples that are not real.
     """
-    head, sizes = model.layout.is_head(theta.device), counts.tolist()
+    head, real = model.layout.is_head(theta.device), torch.arange(ids.shape[2], device=ids.device) < counts[..., None]
     inside = {"all": head | True, "head": head, "base": ~head}[part]
     vectors, losses = [], []
     for lane, (mine, times) in enumerate(zip(data, steps, strict=True)):
@@ -91,11 +92,11 @@ def expected_steps(
         moves = inside & terms["moving"].bool() if "moving" in terms else inside
         weights, velocity, total = theta[lane].double(), torch.zeros_like(inside, dtype=torch.float64), []
         for step in range(times):
-            batch = ids[step, lane, : sizes[step][lane]]
+            batch, weight = ids[step, lane], real[step, lane].double()
             weights = weights.detach().requires_grad_()
             tensors = model.layout.views(weights).values()
             logits = rounded_logits(tensors, scaled_inputs(mine, batch, precision), precision)
-            loss = functional.cross_entropy(logits, mine.y[batch])
+            loss = functional.cross_entropy(logits, mine.y[batch], reduction="none") @ weight / weight.sum()
             [gradient] = torch.autograd.grad(loss, weights)
             if "pull" in terms:
                 gradient = gradient + terms["pull"] * (weights - terms["anchor"])
@@ -114,11 +115,19 @@ def expected_steps(
 def change_errors(layout: "Layout", start: Tensor, found: Tensor, right: Tensor) -> Tensor:
     """Return the error of each tensor's change in each lane [tensors, lanes]; vectors are [lanes, N].
 
-    It is relative, ||found - right|| / ||right - start||, or absolute where nothing should change.
+    It is ||found - right|| / max(||right - start||, r sqrt(n)), where r is the root mean square of the change of all
+    entries of the layer (the tensors that share a name up to its last dot) and n the size of the tensor: the gradient
+    of a bias is a sum whose terms may cancel. Where nothing should change, the error is absolute.
     """
+    change, wrong = right.double() - start, right.double() - found
+    layers: dict[str, list[slice]] = {}
+    for name, where in layout.slices.items():
+        layers.setdefault(name.rpartition(".")[0] or name, []).append(where)
     errors = []
-    for where in layout.slices.values():
-        change = (right[:, where].double() - start[:, where]).norm(dim=1)
-        wrong = (right[:, where].double() - found[:, where]).norm(dim=1)
-        errors.append(torch.where(change > 0, wrong / change.clamp(min=1e-30), wrong))
+    for name, where in layout.slices.items():
+        layer = torch.cat([change[:, part] for part in layers[name.rpartition(".")[0] or name]], dim=1)
+        usual = layer.square().mean(dim=1).sqrt() * change[:, where].shape[1] ** 0.5
+        size = torch.maximum(change[:, where].norm(dim=1), usual)
+        error = wrong[:, where].norm(dim=1)
+        errors.append(torch.where(size > 0, error / size.clamp(min=1e-30), error))
     return torch.stack(errors)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import triton
 
+from fedobp.engine.cuda_graphs import capture
 from fedobp.engine.kernels import cache
 from fedobp.engine.kernels.cards import Card
 from fedobp.engine.kernels.checks import problems
@@ -145,21 +146,27 @@ class Bench:
         """Compile a kernel in many shapes at once, on one lane, and note which can be used."""
         chosen = {one.variant: one for tiles in entries for one in self._timed(tiles, what, self._small)}
 
+        def is_sound(one: Launch) -> bool:
+            try:
+                return not problems(one.compiled(), self.card, must_read=self._must_read)
+            except Exception:  # the compiler fails
+                return False
+
         def is_usable(one: Launch) -> bool:
             try:
-                if problems(one.compiled(), self.card, must_read=self._must_read):
-                    return False
                 one()
-            except Exception:  # too few resources on the card, or the compiler fails
+            except Exception:  # too few resources on the card
                 return False
             return True
 
-        check = on_stream(self.device, is_usable)
+        check = on_stream(self.device, is_sound)
         with ThreadPoolExecutor() as pool:
             found = {name: pool.submit(check, one) for name, one in chosen.items() if name not in self._usable}
             wait(found.values(), seconds)
             pool.shutdown(wait=True, cancel_futures=True)
-        self._usable |= {name: job.result() for name, job in found.items() if not job.cancelled()}
+        for name, job in found.items():
+            if not job.cancelled():
+                self._usable[name] = job.result() and is_usable(chosen[name])
         torch.cuda.synchronize(self.device)
 
     def _timed(self, tiles: Tiles, what: str, buffers: Buffers | None = None) -> list[Launch]:
@@ -192,11 +199,13 @@ class Bench:
         """Return the microseconds of a job, replayed from a graph: up to 20 times at once, less often if it is slow."""
         job()
         times = max(1, min(times, int(_REPLAY / self._elapsed(job))))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+
+        def repeated() -> None:
             for _ in range(times):
                 job()
-        return median([self._elapsed(graph.replay) / times for _ in range(loops + 1)][1:])
+
+        replay = capture(repeated)
+        return median([self._elapsed(replay) / times for _ in range(loops + 1)][1:])
 
     def _elapsed(self, job: Callable[[], Any]) -> float:
         """Return the microseconds of a job, from the first batch on."""
@@ -240,10 +249,13 @@ def tune(
         report(f"tuning kernels for {card.name}", min(1.0, spent / seconds) if seconds else 0.0)
         return until - spent
 
+    # What an entry does not use of its share of the time is for the later ones. The first with exact lanes, and that
+    # with padded ones, have the larger shares: they compile the kernels.
+    exact = [entry.lanes <= EXACT for entry in start.entries]
+    parts = [1 if known in exact[:at] else 4 for at, known in enumerate(exact)]
     entries, timings = [], []
     for at, entry in enumerate(start.entries):
-        # Each entry has an equal share of the time; what an earlier one left is for the later ones.
-        until = 0.9 * seconds * (at + 1) / len(start.entries)
+        until = 0.9 * seconds * sum(parts[: at + 1]) / sum(parts)
         bench = Bench(card, precision, lanes_of(entry), device, must_read)
         before = bench.step_time(entry)
         shapes = partial(candidates, precision=precision, capability=card.capability)
