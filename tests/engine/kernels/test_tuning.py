@@ -1,11 +1,11 @@
 """The search for tile shapes, with prices made up by the test: a card is needed to time real ones."""
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, partialmethod
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,7 +116,7 @@ def test_entries_are_timed_at_lanes_that_use_them():
 class Timed:
     """In place of the bench on a card: a step takes 50 microseconds, and less with larger tiles of conv2."""
 
-    def __init__(self, card, precision, lanes, device, must_read):
+    def __init__(self, card, precision, lanes, device, must_read, compilers):
         self.lanes = lanes
 
     def step_time(self, tiles):
@@ -188,17 +188,19 @@ def test_the_bench_launches_every_kernel_and_skips_what_cannot_be_used(monkeypat
     monkeypatch.setattr(tuning, "_SHAPES", Shapes(28, 1, 10, 16))
     monkeypatch.setattr(tuning, "_SAMPLES", 8)
     monkeypatch.setattr(tuning.Bench, "_time", partialmethod(tuning.Bench._time, times=1, loops=1))
-    monkeypatch.setattr(tuning, "ThreadPoolExecutor", partial(ThreadPoolExecutor, 1))  # the interpreter runs one
     asked = []
     monkeypatch.setattr(tuning, "problems", lambda kernel, card, must_read: asked.append(must_read) or [])
     monkeypatch.setattr("fedobp.engine.kernels.launches.Launch.compiled", lambda launch: None)
     roomy = known_card("9.0")._replace(shared=2 << 20)
-    bench = tuning.Bench(roomy, "fp32", 1, CPU, must_read=True)
+    compiled = []
+    compilers = SimpleNamespace(compile=lambda found, seconds: compiled.extend(found) or [True] * len(found))
+    bench = tuning.Bench(roomy, "fp32", 1, CPU, must_read=True, compilers=compilers)
     large = replace(LARGE, splits=(3, 2))
     assert bench.price(large, "conv1") == math.inf  # it was not prepared
     bench.prepare("conv1", [large, large], 60.0)
     bench.prepare("conv1", [large], 60.0)
     assert asked == [True]
+    assert [one.kernel for one in compiled] == ["conv1"]
     assert bench.price(large, "conv1") == 500.0
     bench.prepare("splits", [large], 60.0)
     assert bench.price(large, "splits") == 1000.0  # with `update`

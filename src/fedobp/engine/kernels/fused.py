@@ -14,6 +14,7 @@ from fedobp.engine.cuda_graphs import capture
 from fedobp.engine.im2col import patched
 from fedobp.engine.kernels.cards import Card
 from fedobp.engine.kernels.compilation import compile_all, launch_checked
+from fedobp.engine.kernels.compilers import Compilers
 from fedobp.engine.kernels.convolutions import ConvConfig, FusedCNN
 from fedobp.engine.kernels.launches import Launch
 from fedobp.engine.kernels.param_layout import arrange
@@ -175,6 +176,14 @@ class Fused:
                 launch()
         return cached.buffers.predictions[:lanes].view(lanes, -1)[:, :most].clone()
 
+    def compile_ahead(self, lanes: int, data: FederatedData) -> None:
+        """Have other processes compile what plain SGD of so many lanes needs: for the first use on a card."""
+        if self._card:
+            needed = self._needed(StepConfig(self._shapes, self._precision, "all"), lanes, data)
+            found = [one.description(self._card.capability) for one in needed.values()]
+            with Compilers(len(found)) as compilers:
+                compilers.compile(found)
+
     def forget(self, data: FederatedData) -> None:
         """Free the buffers and graphs for these samples, under all partitions, and the scaling of this one."""
         self._cache = {key: cached for key, cached in self._cache.items() if key[1] is not data.storage_key}
@@ -220,12 +229,16 @@ class Fused:
                 found += launches(config, buffers, tiles, 1, below >= EXACT, samples).values()
         return {one.variant: one for one in found}
 
+    def _needed(self, config: StepConfig, lanes: int, data: FederatedData) -> dict[Hashable, Launch]:
+        """Return all variants that training so many lanes, and an evaluation of all clients, may use."""
+        return self._variants(config, lanes, data) | self._variants(self._evaluation, max(lanes, data.clients), data)
+
     def _compile(self, config: StepConfig, lanes: int, data: FederatedData) -> None:
         """Compile all kernel variants that steps of up to `lanes` lanes need, and check them.
 
         Training also compiles what an evaluation of all clients will need, because all of it compiles in parallel.
         """
-        needed = self._variants(config, lanes, data) | self._variants(self._evaluation, max(lanes, data.clients), data)
+        needed = self._needed(config, lanes, data)
         new = {variant: one for variant, one in needed.items() if variant not in self._compiled}
         compile_all(list(new.values()), self._device, self._card, self._must_read)
         self._compiled |= set(new)

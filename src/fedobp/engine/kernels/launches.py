@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedobp.engine.kernels.compilers import Description, compile_described
 from fedobp.errors import first_line
 
 _TYPES = {
@@ -52,26 +53,15 @@ class Launch:
         types = tuple(one.dtype if isinstance(one, Tensor) else int for one in self.args)
         return self.kernel, types, self.constants, self.warps, self.stages
 
+    def description(self, capability: tuple[int, int]) -> Description:
+        """Return what the compiler needs to know, to compile it for a compute capability."""
+        types = [_TYPES[value.dtype] if isinstance(value, Tensor) else "i32" for value in self.args]
+        names = self.kernel.__module__, self.kernel.__name__
+        return Description(*names, types, self.constants, self.warps, self.stages, capability)
+
     def compiled_for(self, capability: tuple[int, int]) -> Any:
         """Compile the kernel for a compute capability; no card is needed, and Triton caches the result."""
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-
-        signature: dict[str, str] = {}
-        constants: dict[tuple[int], Any] = {}
-        hints: dict[tuple[int], Any] = {}
-        for index, (parameter, value) in enumerate(zip(self.kernel.params, (*self.args, *self.constants), strict=True)):
-            if parameter.is_constexpr:
-                signature[parameter.name], constants[index,] = "constexpr", value
-            elif isinstance(value, Tensor):
-                signature[parameter.name], hints[index,] = _TYPES[value.dtype], [["tt.divisibility", 16]]
-            else:
-                signature[parameter.name] = "i32"
-        major, minor = capability
-        source = ASTSource(self.kernel, signature, constants, hints)
-        options = {"num_warps": self.warps, "num_stages": self.stages}
         try:
-            return triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
+            return compile_described(self.description(capability))
         except Exception as error:  # the compiler and its assembler raise their own, unrelated classes
             raise CompileError(first_line(error)) from error

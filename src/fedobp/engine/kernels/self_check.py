@@ -1,6 +1,7 @@
 """A check of the fused kernels on the device at hand, with the installed versions: a few steps on noise."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ def disagreement(fused: Fused, model: Model, lanes: Sequence[int] = (20, 2)) -> 
     remains in `fused` but its compiled kernels: those of plain SGD, which most runs use.
     """
     data = noise(model, _SAMPLES, fused.device)
+    fused.compile_ahead(max(lanes), data)
     try:
         # The reference without cuDNN, which the kernels do not need: loading it takes longer than the check.
         with torch.backends.cudnn.flags(enabled=False):
@@ -58,7 +60,13 @@ def noise(model: Model, samples: int, device: torch.device) -> FederatedData:
 
 
 def _start(model: Model, seeds: Sequence[int], device: torch.device) -> Tensor:
-    return torch.stack([model.initial(seed) for seed in seeds]).to(device)
+    return torch.stack([_initial(model, seed) for seed in seeds]).to(device)
+
+
+@lru_cache(maxsize=_LANES)
+def _initial(model: Model, seed: int) -> Tensor:
+    """Return an initial model; the check uses each several times, and making one takes longer than training it."""
+    return model.initial(seed)
 
 
 def _uneven(lanes: int, more: int, less: int) -> list[int]:

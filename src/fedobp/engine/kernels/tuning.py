@@ -8,7 +8,6 @@ was found so far is the table.
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -23,7 +22,7 @@ from fedobp.engine.cuda_graphs import capture
 from fedobp.engine.kernels import cache
 from fedobp.engine.kernels.cards import Card
 from fedobp.engine.kernels.checks import problems
-from fedobp.engine.kernels.compilation import on_stream
+from fedobp.engine.kernels.compilers import Compilers
 from fedobp.engine.kernels.launches import Launch
 from fedobp.engine.kernels.shapes import Shapes
 from fedobp.engine.kernels.shared_memory import fitting_table
@@ -37,6 +36,7 @@ _SHAPES = Shapes(32, 3, 10, 32)  # the paper's CIFAR10
 _STEPS = 512
 _REPLAY = 5_000.0  # microseconds of work in a graph that is timed
 _SAMPLES = 4096
+_MOST = 64  # processes that compile
 _SPLITS = {True: tuple(product((28, 49), (5, 12))), False: tuple(product((4, 7, 14), (1, 2, 5)))}  # few lanes, many
 
 Price = Callable[[Tiles, str], float]
@@ -111,9 +111,15 @@ class Bench:
     """A step of lanes on random images, whose kernels are timed."""
 
     def __init__(
-        self, card: Card, precision: KernelPrecision, lanes: int, device: torch.device, must_read: bool
+        self,
+        card: Card,
+        precision: KernelPrecision,
+        lanes: int,
+        device: torch.device,
+        must_read: bool,
+        compilers: Compilers,
     ) -> None:
-        self.config, self._must_read = StepConfig(_SHAPES, precision, "all"), must_read
+        self.config, self._must_read, self._compilers = StepConfig(_SHAPES, precision, "all"), must_read, compilers
         self.card, self.lanes, self.device = card, lanes, device
         splits = [*_SPLITS[True], *_SPLITS[False], (49, 12)]
         most = max(first for first, _ in splits), max(second for _, second in splits)
@@ -143,31 +149,25 @@ class Bench:
         return launches(self.config, buffers or self.buf, tiles, lanes, self.lanes > EXACT, self.samples)
 
     def prepare(self, what: str, entries: Sequence[Tiles], seconds: float) -> None:
-        """Compile a kernel in many shapes at once, on one lane, and note which can be used."""
+        """Compile a kernel in many shapes at once, and note which can be used, on one lane."""
         chosen = {one.variant: one for tiles in entries for one in self._timed(tiles, what, self._small)}
 
-        def is_sound(one: Launch) -> bool:
-            try:
-                return not problems(one.compiled(), self.card, must_read=self._must_read)
-            except Exception:  # the compiler fails
-                return False
-
-        def is_usable(one: Launch) -> bool:
-            try:
-                one()
-            except Exception:  # too few resources on the card
-                return False
-            return True
-
-        check = on_stream(self.device, is_sound)
-        with ThreadPoolExecutor() as pool:
-            found = {name: pool.submit(check, one) for name, one in chosen.items() if name not in self._usable}
-            wait(found.values(), seconds)
-            pool.shutdown(wait=True, cancel_futures=True)
-        for name, job in found.items():
-            if not job.cancelled():
-                self._usable[name] = job.result() and is_usable(chosen[name])
+        new = {name: one for name, one in chosen.items() if name not in self._usable}
+        done = self._compilers.compile([one.description(self.card.capability) for one in new.values()], seconds)
+        for (name, one), compiled in zip(new.items(), done, strict=True):
+            if compiled:
+                self._usable[name] = self._is_usable(one)
         torch.cuda.synchronize(self.device)
+
+    def _is_usable(self, one: Launch) -> bool:
+        """Check a kernel that is in Triton's cache, and launch it."""
+        try:
+            if problems(one.compiled(), self.card, must_read=self._must_read):
+                return False
+            one()
+        except Exception:  # too few resources on the card
+            return False
+        return True
 
     def _timed(self, tiles: Tiles, what: str, buffers: Buffers | None = None) -> list[Launch]:
         """Return the launches that a shape changes; more partial sums make `update` slower."""
@@ -254,16 +254,17 @@ def tune(
     exact = [entry.lanes <= EXACT for entry in start.entries]
     parts = [1 if known in exact[:at] else 4 for at, known in enumerate(exact)]
     entries, timings = [], []
-    for at, entry in enumerate(start.entries):
-        until = 0.9 * seconds * sum(parts[: at + 1]) / sum(parts)
-        bench = Bench(card, precision, lanes_of(entry), device, must_read)
-        before = bench.step_time(entry)
-        shapes = partial(candidates, precision=precision, capability=card.capability)
-        best = search(entry, shapes, bench.price, bench.prepare, partial(seconds_left, until))
-        after = before if best == entry else bench.step_time(best)
-        best = best if after < before else entry
-        entries.append(best)
-        timings.append(Timing(bench.lanes, before, min(before, after), bench.kernel_times(best)))
+    with Compilers(_MOST if seconds else 0) as compilers:
+        for at, entry in enumerate(start.entries):
+            until = 0.9 * seconds * sum(parts[: at + 1]) / sum(parts)
+            bench = Bench(card, precision, lanes_of(entry), device, must_read, compilers)
+            before = bench.step_time(entry)
+            shapes = partial(candidates, precision=precision, capability=card.capability)
+            best = search(entry, shapes, bench.price, bench.prepare, partial(seconds_left, until))
+            after = before if best == entry else bench.step_time(best)
+            best = best if after < before else entry
+            entries.append(best)
+            timings.append(Timing(bench.lanes, before, min(before, after), bench.kernel_times(best)))
     if not seconds:
         return Tuned(start, time.perf_counter() - begun, None, timings)
     table = Table(tuple(entries), "tuned")
