@@ -2,15 +2,18 @@
 
     python benchmarks/checkpoints.py                            # the demo's size, three checkpoints: four minutes
     python benchmarks/checkpoints.py --dataset fmnist --seconds 60 --minutes 5
+    python benchmarks/checkpoints.py --dataset cifar10 --runs 16 --seconds 30 --minutes 2.5       # on a GPU
 
-The run is stopped after `--minutes`. Training waits only while a checkpoint is taken; a thread writes it, which on the
-CPU takes time from training too: the cost is between the two shares. Data: $FEDOBP_DATA.
+The runs are stopped after `--minutes`. Training waits only while a checkpoint is taken; a thread writes it, which on
+the CPU takes time from training too: the cost is between the two shares. The last line compares the rounds a second
+before the first checkpoint (without the first five seconds) and after it. Data: $FEDOBP_DATA.
 """
 
 import argparse
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from fedobp import Config, Federation
@@ -23,6 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", default="digits")
     parser.add_argument("--method", default="fedobp")
+    parser.add_argument("--runs", type=int, default=1, help="side by side, with seeds from 42")
     parser.add_argument("--seconds", type=float, default=60.0, help="between checkpoints")
     parser.add_argument("--minutes", type=float, default=3.6)
     given = parser.parse_args()
@@ -45,23 +49,32 @@ def main() -> None:
     Checkpoints.save, Checkpoints._write = timed_save, timed_write  # type: ignore[method-assign]
     config = Config(dataset=given.dataset, method=given.method, rounds=1_000_000, eval_every=1_000_000)
     federation = Federation(config)
-    deadline = time.perf_counter() + 60 * given.minutes
+    started = time.perf_counter()
+    deadline = started + 60 * given.minutes
+    times: list[tuple[float, int, bool]] = []  # of each round: when, its number, and whether a checkpoint was before it
 
     def progress(at: Progress) -> None:
+        times.append((time.perf_counter(), at.round, bool(held)))
         if time.perf_counter() > deadline:
             raise StopTraining
 
     with tempfile.TemporaryDirectory() as place:
-        plan = federation.plan(federation.config, federation.method, Path(place) / "run")
-        started = time.perf_counter()
+        plans = [
+            federation.plan(replace(federation.config, seed=42 + run), federation.method, Path(place) / f"run{run}")
+            for run in range(given.runs)
+        ]
         with suppress(StopTraining):
-            train_side_by_side([plan], progress, interval=Interval(seconds=given.seconds))
+            train_side_by_side(plans, progress, interval=Interval(seconds=given.seconds))
         total = time.perf_counter() - started
-    stalls, writes = sum(held[:-1]), sum(busy[:-1])  # the last one is that of the stop
+    stalls, writes = sum(held[: -given.runs]), sum(busy[: -given.runs])  # the last ones are those of the stop
     print(
-        f"{len(held) - 1} checkpoints in {total:.1f} s: training waited {stalls:.2f} s ({stalls / total:.2%}), "
-        f"a thread wrote for {writes:.2f} s ({writes / total:.2%})"
+        f"{len(held) // given.runs - 1} checkpoints of {given.runs} runs in {total:.1f} s: training waited "
+        f"{stalls:.2f} s ({stalls / total:.2%}), a thread wrote for {writes:.2f} s ({writes / total:.2%})"
     )
+    before = [(at, number) for at, number, saved in times if not saved and at > started + 5]
+    after = [(at, number) for at, number, saved in times if saved]
+    speeds = [(last[1] - first[1]) / (last[0] - first[0]) for first, *_, last in (before, after)]
+    print(f"rounds a second: {speeds[0]:.3f} before the first checkpoint, {speeds[1]:.3f} after it")
 
 
 if __name__ == "__main__":
