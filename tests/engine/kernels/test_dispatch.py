@@ -69,6 +69,10 @@ class Machine:
         self.asked.append("self-check")
         return self.wrong
 
+    def compile_ahead(self, fused, model, card):
+        assert card == self.card
+        self.asked.append("compile")
+
     def tune(self, card, precision, device, seconds, must_read):
         self.asked.append("tune")
         assert (card, seconds) == (self.card, 60)
@@ -87,6 +91,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr("fedobp.engine.kernels.fused.Fused", Fused)
     monkeypatch.setattr("fedobp.engine.kernels.checks.hazard_check", found.hazard_check)
     monkeypatch.setattr("fedobp.engine.kernels.self_check.disagreement", found.disagreement)
+    monkeypatch.setattr("fedobp.engine.kernels.self_check.compile_ahead", found.compile_ahead)
     monkeypatch.setattr("fedobp.engine.kernels.tuning.tune", found.tune)
     dispatch._warn_once.cache_clear()
     return found
@@ -101,17 +106,17 @@ def test_a_card_with_a_shipped_table_is_checked_once_a_setting(machine):
     fused = fused_for(CNN, 32, "bf16", "auto", CUDA)
     assert (fused.tiles, fused.card) == (shipped_table((9, 0), "bf16").entries, machine.card)
     assert fused.must_read
-    assert machine.asked == ["races", "self-check"]
+    assert machine.asked == ["compile", "races", "self-check"]
     fused_for(CNN, 32, "bf16", "auto", CUDA)
-    assert machine.asked == ["races", "self-check", "races"]
+    assert machine.asked == ["compile", "races", "self-check"]
     for other in ((CNN, 20, "bf16"), (CNN, 32, "tf32"), (Model("cnn", (3, 32, 32), 10), 32, "bf16")):
         machine.asked.clear()
         fused_for(*other, "auto", CUDA)
-        assert machine.asked == ["races", "self-check"]
+        assert machine.asked == ["compile", "self-check"]
     machine.asked.clear()
     machine.card = machine.card._replace(name="NVIDIA H100")
     fused_for(CNN, 32, "bf16", "auto", CUDA)
-    assert machine.asked == ["races", "self-check"]
+    assert machine.asked == ["compile", "races", "self-check"]
 
 
 def test_a_card_without_a_table_is_tuned_once(machine):
@@ -124,7 +129,7 @@ def test_a_card_without_a_table_is_tuned_once(machine):
     assert len(fused.tiles) == 1
     assert machine.asked == ["races", "tune", "self-check"]
     assert fused_for(CNN, 32, "bf16", "auto", CUDA).tiles == fused.tiles
-    assert machine.asked == ["races", "tune", "self-check", "races"]
+    assert machine.asked == ["races", "tune", "self-check"]
 
 
 def test_the_users_own_table_comes_before_the_shipped_one(machine):
@@ -164,11 +169,20 @@ def test_ir_that_cannot_be_read_runs_only_when_asked_for(machine):
     )
     machine.asked.clear()
     assert not fused_for(CNN, 32, "bf16", "on", CUDA).must_read
-    assert machine.asked == ["races", "self-check"]
+    assert machine.asked == ["compile", "races", "self-check"]
     # What `on` has passed is not passed for `auto`.
     dispatch._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="cannot be checked for races"):
         assert fused_for(CNN, 32, "bf16", "auto", CUDA) is None
+
+
+def test_the_check_for_races_is_repeated_until_it_reads_what_triton_compiles(machine):
+    machine.readable = HazardCheck(False, "no race is found in summed_too without its waits")
+    assert [dispatch.race_check(machine.card) for _ in range(2)] == [machine.readable] * 2
+    assert machine.asked == ["races"] * 2
+    machine.readable = HazardCheck(True, "finds the known race in summed_too")
+    assert [dispatch.race_check(machine.card) for _ in range(2)] == [machine.readable] * 2
+    assert machine.asked == ["races"] * 3
 
 
 def test_ir_is_read_before_anything_is_tuned(machine):

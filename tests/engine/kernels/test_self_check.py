@@ -1,14 +1,19 @@
 """The self-check of the fused kernels: sound ones pass, and what is wrong with others is named."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 
 from engine.kernels.interpreted import CPU, LARGE, WITHOUT_GPU
+from fedobp.engine.kernels import self_check
+from fedobp.engine.kernels.cards import known_card
 from fedobp.engine.kernels.fused import Fused
 from fedobp.engine.kernels.reference import change_errors, expected_steps, rounded_logits, scaled_inputs
-from fedobp.engine.kernels.self_check import disagreement, noise
+from fedobp.engine.kernels.self_check import compile_ahead, disagreement, noise
 from fedobp.engine.kernels.step import StepConfig
+from fedobp.engine.kernels.tiles import default_table
 from fedobp.engine.sgd import active
 from fedobp.models import Layout, Model
 
@@ -151,3 +156,25 @@ def test_interpreted_kernels_pass_and_nothing_remains():
     assert (*fused._cache.values(), *fused._scales.values()) == kept
     assert torch.equal(torch.get_rng_state(), states[0])
     assert np.array_equal(np.random.get_state()[1], states[1])
+
+
+def test_other_processes_compile_the_kernels_and_the_specimens_first(monkeypatch):
+    given = []
+
+    class Compilers(nullcontext):
+        def __init__(self, most):
+            super().__init__(self)
+            self.most = most
+
+        def compile(self, descriptions):
+            assert len(descriptions) == self.most
+            given.extend(descriptions)
+
+    monkeypatch.setattr(self_check, "Compilers", Compilers)
+    card = known_card("8.6")
+    compile_ahead(Fused(MODEL, 16, "bf16", default_table(card.capability).entries, CPU, card), MODEL, card)
+    names = [one.kernel for one in given]
+    assert set(names) >= {"conv1", "conv2", "conv2_inputs", "weights_backward", "update", "answer", "summed_too"}
+    assert {one.capability for one in given} == {(8, 6)}
+    slow = [name in ("conv2_inputs", "update", "conv2") for name in names]
+    assert slow == sorted(slow, reverse=True)

@@ -17,6 +17,7 @@ from fedobp.models.networks import cnn
 from fedobp.options import KernelMode, Precision
 
 if TYPE_CHECKING:
+    from fedobp.engine.kernels.checks import HazardCheck
     from fedobp.engine.kernels.fused import Fused
     from fedobp.engine.kernels.step import KernelPrecision
 
@@ -73,11 +74,20 @@ def checked(model: Model, batch: int, precision: "KernelPrecision", mode: Kernel
     if problem := card_problem(card) or triton_problem():
         raise Unusable(problem)
     from fedobp.engine.kernels import cache as files
-    from fedobp.engine.kernels.checks import hazard_check
     from fedobp.engine.kernels.fused import Fused
-    from fedobp.engine.kernels.self_check import disagreement
+    from fedobp.engine.kernels.self_check import compile_ahead, disagreement
 
-    check, must_read = hazard_check(card), mode != "on"
+    def kernels_of(table: Table) -> Fused:
+        return Fused(model, batch, precision, table.entries, device, card, must_read)
+
+    def key_of(table: Table) -> files.Key:
+        shape = [*model.shape, model.classes, batch]
+        return files.key_for(card, precision, table=table.hash, shape=shape, must_read=must_read)
+
+    must_read, known = mode != "on", known_table(card, precision)
+    if known and files.load("self-check", key_of(known)) is None:
+        compile_ahead(kernels_of(known), model, card)
+    check = race_check(card)
     if must_read and not check.readable:
         version = import_module("triton").__version__
         raise Unusable(
@@ -88,9 +98,7 @@ def checked(model: Model, batch: int, precision: "KernelPrecision", mode: Kernel
         table = table_for(card, precision, device, must_read)
     except Exception as error:  # too little memory on the card, or a kernel does not compile
         raise Unusable(f"the fused kernels could not be tuned for {card.name} ({first_line(error)})") from error
-    fused = Fused(model, batch, precision, table.entries, device, card, must_read)
-    shape = [*model.shape, model.classes, batch]
-    key = files.key_for(card, precision, table=table.hash, shape=shape, must_read=must_read)
+    fused, key = kernels_of(table), key_of(table)
     verdict = files.load("self-check", key)
     if verdict is None:
         try:
@@ -103,6 +111,21 @@ def checked(model: Model, batch: int, precision: "KernelPrecision", mode: Kernel
     if verdict != _PASSED:
         raise Unusable(f"the fused kernels failed their self-check on {card.name} ({verdict})")
     return fused
+
+
+def race_check(card: Card) -> "HazardCheck":
+    """Return whether the check for races reads what this Triton compiles for a card: found out once, then kept."""
+    from fedobp.engine.kernels import cache as files
+    from fedobp.engine.kernels.checks import HazardCheck, hazard_check
+
+    key = files.key_for(card, "any")
+    match files.load("race-check", key):
+        case [True, str(sentence)]:
+            return HazardCheck(True, sentence)
+    found = hazard_check(card)
+    if found.readable:
+        files.save("race-check", key, list(found))
+    return found
 
 
 def card_problem(card: Card) -> str | None:

@@ -14,7 +14,6 @@ from fedobp.engine.cuda_graphs import capture
 from fedobp.engine.im2col import patched
 from fedobp.engine.kernels.cards import Card
 from fedobp.engine.kernels.compilation import compile_all, launch_checked
-from fedobp.engine.kernels.compilers import Compilers
 from fedobp.engine.kernels.convolutions import ConvConfig, FusedCNN
 from fedobp.engine.kernels.launches import Launch
 from fedobp.engine.kernels.param_layout import arrange
@@ -176,13 +175,9 @@ class Fused:
                 launch()
         return cached.buffers.predictions[:lanes].view(lanes, -1)[:, :most].clone()
 
-    def compile_ahead(self, lanes: int, data: FederatedData) -> None:
-        """Have other processes compile what plain SGD of so many lanes needs: for the first use on a card."""
-        if self._card:
-            needed = self._needed(StepConfig(self._shapes, self._precision, "all"), lanes, data)
-            found = [one.description(self._card.capability) for one in needed.values()]
-            with Compilers(len(found)) as compilers:
-                compilers.compile(found)
+    def needed(self, lanes: int, data: FederatedData) -> list[Launch]:
+        """Return launches of all kernel variants that plain SGD of so many lanes, and an evaluation, may use."""
+        return list(self._needed(StepConfig(self._shapes, self._precision, "all"), lanes, data).values())
 
     def forget(self, data: FederatedData) -> None:
         """Free the buffers and graphs for these samples, under all partitions, and the scaling of this one."""

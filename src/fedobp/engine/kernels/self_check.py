@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from fedobp.data import Dataset, FederatedData, Shard
+from fedobp.engine.kernels.cards import Card
+from fedobp.engine.kernels.compilers import Compilers
 from fedobp.engine.kernels.fused import Fused
 from fedobp.engine.kernels.reference import change_errors, expected_steps, scaled_inputs
+from fedobp.engine.kernels.specimens import specimens
 from fedobp.engine.kernels.step import KernelPrecision
 from fedobp.engine.sgd import Rule
 from fedobp.method import Part
@@ -26,6 +29,7 @@ LABEL_BOUND = 0.02  # of logits: other labels are chosen only in near ties
 _SAMPLES, _STEPS = 100, 2
 _LANES = 20  # compared with the reference, in as many trainings as needed: of two lanes alone both may be unusual
 _RATES = (0.02, 0.01, 0.015)  # learning rates of three lanes in turn
+_SLOW = ("conv2_inputs", "update", "conv2")  # to compile: some shapes take seconds, and are begun first
 _Training = tuple[Tensor, Rule, Part, Tensor, Tensor, list[FederatedData], list[int]]  # the arguments of `Fused.train`
 
 
@@ -38,7 +42,6 @@ def disagreement(fused: Fused, model: Model, lanes: Sequence[int] = (20, 2)) -> 
     remains in `fused` but its compiled kernels: those of plain SGD, which most runs use.
     """
     data = noise(model, _SAMPLES, fused.device)
-    fused.compile_ahead(max(lanes), data)
     try:
         # The reference without cuDNN, which the kernels do not need: loading it takes longer than the check.
         with torch.backends.cudnn.flags(enabled=False):
@@ -48,6 +51,17 @@ def disagreement(fused: Fused, model: Model, lanes: Sequence[int] = (20, 2)) -> 
     finally:
         fused.forget(data)
     return None
+
+
+def compile_ahead(fused: Fused, model: Model, card: Card) -> None:
+    """Have other processes compile what the first use needs: the check's kernels, which runs need too, and specimens.
+
+    What they cannot compile is compiled, or refused, where it is used.
+    """
+    launches = [*fused.needed(_LANES, noise(model, _SAMPLES, fused.device)), *specimens(card.capability).values()]
+    launches.sort(key=lambda one: one.kernel.__name__ not in _SLOW)
+    with Compilers(len(launches)) as compilers:
+        compilers.compile([one.description(card.capability) for one in launches])
 
 
 def noise(model: Model, samples: int, device: torch.device) -> FederatedData:

@@ -1,10 +1,12 @@
 """Kernels that some version of Triton compiles with a race, on some cards: the check for races must find them there."""
 
-import torch
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 
-from fedobp.engine.kernels.launches import Launch
+if TYPE_CHECKING:  # a process that compiles these kernels does without torch
+    from fedobp.engine.kernels.launches import Launch
 
 
 @triton.jit
@@ -36,8 +38,12 @@ def read_twice(a, b, c, out, TILES: tl.constexpr):
     tl.store(out + r[:, None] * 64 + r[None, :], z1 + z2)
 
 
-def specimens(capability: tuple[int, int]) -> dict[str, Launch]:
+def specimens(capability: tuple[int, int]) -> "dict[str, Launch]":
     """Return the specimens for a compute capability by name."""
+    import torch
+
+    from fedobp.engine.kernels.launches import Launch
+
     tile, out = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
     found = {"summed_too": Launch(summed_too, (1,), (tile, tile, out), (8,))}
     if capability[0] != 10 or not triton.__version__.startswith("3.6."):  # which does not compile it for 10.0
