@@ -15,6 +15,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 for name in ("CI", "COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "LINES", "NO_COLOR", "PY_COLORS", "PYTHONIOENCODING"):
     os.environ.pop(name, None)
 signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, every process seems to have exited with 0
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this one
 
 # Nor on how fast the machine is.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -9,6 +9,7 @@ from fedobp import plugins
 from fedobp.algorithms.apfl import APFL
 from fedobp.algorithms.decoupled import Decoupled
 from fedobp.algorithms.ditto import Ditto
+from fedobp.algorithms.fedacg import FedACG
 from fedobp.algorithms.fedala import FedALA
 from fedobp.algorithms.fedavg import FedAvg, FedAvgFT, FedAvgLast
 from fedobp.algorithms.fedbabu import FedBABU
@@ -67,6 +68,7 @@ METHODS: dict[str, type[Method]] = {
         FedProx,
         Scaffold,
         FedBN,
+        FedACG,
         FedOBPAuto,
         GroupOracle,
     )
