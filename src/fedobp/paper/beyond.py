@@ -24,7 +24,7 @@ OURS = "fedobp-auto"
 # Other models of a method's clients that are baselines: they train as that method does.
 _MODELS = {("fedavg", "last"): "fedavg-last", ("fedavg", "finetuned"): "fedavg-ft",
            ("scaffold", "finetuned"): "scaffold-ft"}  # fmt: skip
-_SHOWN = (OURS, "fedavg", "fedobp", "fedper", "fedpac", "scaffold-prior", "fedavg-prior")  # in curves
+_SHOWN = (OURS, "fedavg", "fedobp", "fedper", "fedpac", "scaffold-prior", "fedacg-prior, averaged")  # in curves
 FINETUNING = 5  # epochs, in all sweeps of the study
 _RULES = {"rms": "rms rule", "statistic": "score statistic"}
 HEADER = ["method", "pooled", "client mean", "worst tenth", "numbers a client keeps", "MB a round, down + up",
@@ -142,7 +142,7 @@ def curves(rows: Sequence[Row], history: Sequence[Row]) -> "Figure":
                 means = [statistics.fmean(row["pooled"] for row in where(points, round=number)) for number in rounds]
                 ax.plot(rounds, means, label=name, **{**style(place), "markevery": max(1, len(rounds) // 5)})
         words = cell.words.replace(", equal label shares", "").split(", ")
-        ax.set_title(", ".join(words[:-3]) + f"\n{words[-3]}", fontsize="small")
+        ax.set_title(f"{', '.join(words[:-3])}\n{words[-3]}, {cell.network}", fontsize="small")
         ax.set(xlabel="round", ylabel="accuracy, per cent" if at % columns == 0 else None)
         whole_numbers(ax)
     for at in range(len(cells), -(-len(cells) // columns) * columns):
