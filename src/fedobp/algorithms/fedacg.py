@@ -14,7 +14,7 @@ from fedobp.algorithms.fedavg import FedAvg
 class FedACG(FedAvg):
     """FedAvg whose clients start where the global model is going.
 
-        s_t = theta_t + beta m_t,   theta_(t+1) = mean of the uploads trained from s_t,   m_(t+1) = theta_(t+1) - theta_t
+        s_t = theta_t + beta m_t,   theta_(t+1) = mean of the models trained from s_t,   m_(t+1) = theta_(t+1) - theta_t
 
     One vector down, one up, no state on the client; the server holds two vectors. (m <- beta m + mean - s and
     theta <- theta + m give the same.) theta is served.
