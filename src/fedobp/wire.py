@@ -101,8 +101,8 @@ def run_bytes(keep: Tensor) -> Tensor:
     change = keep[..., 1:] != keep[..., :-1]
     edge = torch.ones_like(keep[..., :1])
     ends = torch.cat([change, edge], dim=-1)
-    # The number of each entry's run, counted over all masks: CUDA sums one long vector in parallel, but each row of a
-    # matrix with few rows by a single block, which takes longer than the rest of a round's accounting.
+    # The number of each entry's run, counted over all masks: CUDA sums one long vector in parallel, a row of a matrix
+    # in a single block.
     starts = torch.cat([edge, change], dim=-1)
     runs = starts.flatten().cumsum(dim=0, dtype=torch.int32).view_as(keep)
     total = ends.sum(dim=-1) + keep[..., 0]  # the first run is of dropped entries: it is empty if entry 0 is kept

@@ -53,6 +53,13 @@ def test_processes_end_with_the_block(cache):
     assert all(process.poll() is not None for process in processes)
 
 
-def test_without_processes_nothing_is_compiled():
+def test_without_processes_nothing_is_compiled(monkeypatch):
     with Compilers(0) as compilers:
+        assert compilers.compile([ARRANGE]) == [False]
+
+    def refused(*_, **__):
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr("subprocess.Popen", refused)
+    with Compilers(2) as compilers:
         assert compilers.compile([ARRANGE]) == [False]

@@ -18,7 +18,7 @@ _checked: set[Hashable] = set()  # variants, each with the card for which it was
 def compile_all(launches: Sequence[Launch], device: torch.device, card: Card | None, must_read: bool = True) -> None:
     """Compile and launch kernels once, in parallel, so that they are loaded before a graph is captured.
 
-    Triton's passes and the assembler run without Python's lock, so threads are enough. With a card, a kernel that has a
+    In threads, because Triton's passes and the assembler run without Python's lock. With a card, a kernel that has a
     race is refused before it is launched, and if it `must_read` them also one whose IR cannot be read.
     """
     with ThreadPoolExecutor() as pool:

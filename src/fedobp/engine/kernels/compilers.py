@@ -1,4 +1,4 @@
-"""Compilation of kernels by other processes: Triton's passes run one after another within a process.
+"""Compilation of kernels by other processes: within one, threads that compile slow each other down.
 
 A kernel is described by text, so that a process needs neither torch nor the tensors of a launch. What it compiles is
 then in Triton's cache on disk, where this process finds it. Run as a file, this module compiles what it reads, one
@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import ModuleType
@@ -65,15 +66,14 @@ class Compilers:
     """Processes that compile kernels into Triton's cache on disk, one for each core of this process, until closed."""
 
     def __init__(self, most: int) -> None:
-        """Start them, at most so many."""
-        count = min(most, len(os.sched_getaffinity(0)))
-        command = [sys.executable, "-P", __file__]
-        self._processes = [
-            subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-            )
-            for _ in range(count)
-        ]
+        """Start them, at most so many; where none can be started, nothing is compiled here."""
+        self._processes: list[subprocess.Popen[str]] = []
+        pipe = subprocess.PIPE
+        with suppress(OSError):
+            for _ in range(min(most, len(os.sched_getaffinity(0)))):
+                command = [sys.executable, "-P", __file__]
+                process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+                self._processes.append(process)
 
     def __enter__(self) -> "Compilers":
         """They run already."""
