@@ -95,7 +95,7 @@ def checked(model: Model, batch: int, precision: "KernelPrecision", mode: Kernel
             f"with Triton {TRITON}, and --kernels on uses them all the same)"
         )
     try:
-        table = table_for(card, precision, device, must_read)
+        table = known or table_for(card, precision, device, must_read)
     except Exception as error:  # too little memory on the card, or a kernel does not compile
         raise Unusable(f"the fused kernels could not be tuned for {card.name} ({first_line(error)})") from error
     fused, key = kernels_of(table), key_of(table)
