@@ -17,6 +17,11 @@ TENSORS = {
     "weight": torch.tensor([[1.5, -2.0], [0.25, 3e-40]]),
     "index": torch.tensor([3, 1]),
     "half": torch.tensor([0.1], dtype=torch.bfloat16),
+    "float16": torch.tensor([0.1], dtype=torch.float16),
+    "int32": torch.tensor([7], dtype=torch.int32),
+    "int16": torch.tensor([7], dtype=torch.int16),
+    "int8": torch.tensor([-7], dtype=torch.int8),
+    "bytes": torch.tensor([7, 8, 9], dtype=torch.uint8),
     "mask": torch.tensor([True, False]),
     "scalar": torch.tensor(7.0, dtype=torch.float64),
     "empty": torch.zeros(0, 3),
@@ -35,6 +40,17 @@ def test_tensors_and_metadata_come_back(tmp_path: Path):
         write_tensors(tmp_path / "again", dict(reversed(TENSORS.items())), {"names": ["ä", "b"], "round": 3})
         == checksum
     )
+
+
+def test_files_are_those_of_the_safetensors_package(content: bytes, tmp_path: Path):
+    size = 8 + int.from_bytes(content[:8], "little")
+    assert save(TENSORS, metadata=json.loads(content[8:size])["__metadata__"]) == content
+
+
+def test_a_type_that_files_do_not_hold_is_named(tmp_path: Path):
+    with pytest.raises(FedobpError, match=r"'phase' is of type torch\.complex64, which files do not hold"):
+        write_tensors(tmp_path / "file", {"phase": torch.zeros(2, dtype=torch.complex64)}, {})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")

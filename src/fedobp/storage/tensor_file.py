@@ -1,31 +1,67 @@
-"""Files of tensors that can be trusted: safetensors with a format version and a checksum of all that they hold."""
+"""Files of tensors that can be trusted: safetensors with a format version and a checksum of all that they hold.
+
+They are read by the safetensors package, and written here, tensor by tensor from its own memory: the package's `save`
+copies all of them twice and holds Python's lock meanwhile, so that training would wait for a checkpoint.
+"""
 
 import hashlib
 import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Final
 
 import torch
 from torch import Tensor
 
 from fedobp.errors import FedobpError, first_line, short
-from fedobp.files import regular, write
+from fedobp.files import atomic_write, regular
 
 FORMAT = 1
+
+# What safetensors calls the types of tensors, in the order in which it stores them: so that each is aligned.
+_TYPES: Final = {
+    torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
+    torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
     """Write tensors with JSON metadata, and return their checksum."""
-    from safetensors.torch import save
-
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    for name, tensor in stored.items():
+        if tensor.dtype not in _TYPES:
+            raise FedobpError(
+                f"'{short(name)}' is of type {tensor.dtype}, which files do not hold: use float32 or int64"
+            )
     checksum = _checksum(stored, about)
-    # One metadata key: safetensors writes several in no fixed order, and equal runs must have equal bytes.
+    # One metadata key, whose values stand in the order given: equal runs must have equal bytes.
     metadata = {"format": FORMAT, "sha256": checksum, **about}
-    write(path, save(stored, metadata={"fedobp": json.dumps(metadata)}))
+    with atomic_write(path) as file:
+        _write(file, stored, {"fedobp": json.dumps(metadata)})
     return checksum
+
+
+def _write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write what `safetensors.torch.save` returns: the length of a header, the header, and the tensors."""
+    order = list(_TYPES)
+    names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name in names:
+        tensor, start = tensors[name], end
+        end += tensor.nbytes
+        header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        file.write(_memory(tensors[name]))
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -54,5 +90,5 @@ def _checksum(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
     found = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         found.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        found.update(_memory(tensor))
     return found.hexdigest()
