@@ -11,7 +11,7 @@ from torch import Tensor
 from fedobp.accounting import Accounting, cost_of
 from fedobp.callbacks import Callback, report_round
 from fedobp.config import Config, side_by_side
-from fedobp.engine import Budget, ClientJob, LostClients, Store
+from fedobp.engine import Budget, ClientJob, LostClients, Store, refuse_programs
 from fedobp.errors import FedobpError
 from fedobp.evaluation import Accuracy, NewClients, Report, ServerView, make_protocol, report_from_json
 from fedobp.evaluation.evaluator import Keep
@@ -70,6 +70,7 @@ class Run:
         self._launch, self._callbacks = launch, callbacks  # `launch`: all runs that train side by side, by name
         self._notes = tuple(notes)  # what its folder does not hold
         self._clients, self._engine_note = clients, provenance  # `clients`: sizes and label entropy
+        refuse_programs(method, self.context(1, self._sampler.cohort(1)))
         # Last: a run that starts has a folder. One that goes on after round `continued_at` (0: anew) has it already.
         names = [name for name, _ in launch]
         self._folder = None

@@ -271,6 +271,14 @@ def test_batch_norms_statistics_are_never_personal(options):
         torch.testing.assert_close(lanes.state_dict(client), own, rtol=0, atol=1e-9)
 
 
+@pytest.mark.usefixtures("networks")
+def test_the_statistic_with_batch_norm_is_refused_before_training(tmp_path):
+    federation = small_federation("decoupled", "one batch", {"rule": "statistic"}, model="normed")
+    with pytest.raises(FedobpError, match="is not made for BatchNorm"):
+        federation.run(out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 # Engines, settings, errors
 
 

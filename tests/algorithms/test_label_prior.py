@@ -180,6 +180,14 @@ def test_what_has_no_linear_head_with_a_bias_is_refused():
         Federation(config).run()
 
 
+@pytest.mark.parametrize("level", ["bias", "head"])
+def test_a_fit_with_batch_norm_is_refused_before_training(level, tmp_path):
+    config = Config(**{**SMALL, "model": NETWORKS["normed"]}, method="fedavg", calibrate=level)
+    with pytest.raises(FedobpError, match="or --calibrate, computes logits by itself, which is not made for BatchNorm"):
+        Federation(config).run(out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_next_tokens_are_refused():
     tokens = torch.arange(400).view(40, 10).numpy() % 7
     for parts in ({"prior": "serve"}, {"calibrate": "bias"}):

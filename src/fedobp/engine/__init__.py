@@ -4,7 +4,7 @@ A round uses an engine through the protocol `Engine` alone, so its code is the s
 """
 
 from fedobp.engine.client_pool import ClientPool, ClientSnapshot, PoolJob
-from fedobp.engine.failures import caught, diverged
+from fedobp.engine.failures import caught, diverged, refuse_programs
 from fedobp.engine.gradients import global_gradient
 from fedobp.engine.lanes import Lanes
 from fedobp.engine.memory import memory_of
@@ -17,5 +17,5 @@ from fedobp.engine.store import Budget, Store
 __all__ = [
     "Budget", "ClientJob", "ClientPool", "ClientSnapshot", "Counters", "Engine", "Lanes", "LostClients",
     "PersonalModels", "PoolJob", "Prepared", "Serial", "Store", "caught", "diverged", "dtype_of", "global_gradient",
-    "memory_of", "vectorises",
+    "memory_of", "refuse_programs", "vectorises",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from fedobp.errors import FedobpError, Stopped
-from fedobp.method import CohortUpdate, Method, Model, RoundContext
+from fedobp.method import CohortUpdate, Method, Model, RoundContext, Sweep, Train
 
 T = TypeVar("T")
 
@@ -33,8 +33,17 @@ def refuse_batch_norm(model: Model) -> None:
     """Refuse a model with BatchNorm where a method computes logits itself."""
     if model.layout.learned < model.layout.size:
         raise FedobpError(
-            f"this method computes its own loss, which is not made for BatchNorm ('{model.name}'): use --model cnn"
+            "this method, or --calibrate, computes logits by itself, which is not made for BatchNorm "
+            f"('{model.name}'): use --model cnn"
         )
+
+
+def refuse_programs(method: Method, ctx: RoundContext) -> None:
+    """Refuse before round 1 what an engine refuses when it gets there: the first evaluation may be many rounds away."""
+    if ctx.model.layout.learned < ctx.model.layout.size:
+        program = [*method.client_update(ctx), *method.personalize(ctx)]
+        if any(isinstance(item, Sweep) or (isinstance(item, Train) and item.loss is not None) for item in program):
+            refuse_batch_norm(ctx.model)
 
 
 def diverged(ctx: RoundContext, finite: Tensor, hparams: Mapping[str, float], method: Method) -> FedobpError:
