@@ -141,13 +141,17 @@ def with_method(config: Config, dataset: Dataset) -> tuple[Config, Method]:
     with attributing_errors(method):
         configured = method.configure(options)
     config = replace(config, options={name: getattr(configured, name) for name in names})
+    own = configured.hparams()
+    for name in ("lr", "momentum", "weight_decay"):
+        if name in own and getattr(config, name) != getattr(Config, name):
+            raise FedobpError(f"{method.name} has a {name} of its own ({own[name]:g}): leave out {flag(name)}")
     if dataset.every_position and (config.prior != "off" or config.calibrate != "off"):
         raise FedobpError(
             f"--prior and --calibrate need one label a sample, and '{dataset.name}' predicts every next token: leave "
             "them out"
         )
-    own = label_prior(averaged(configured, config.average), config.prior, config.calibrate)
-    return config, compressed(own, config.compress_down, config.compress_up)
+    whole = label_prior(averaged(configured, config.average), config.prior, config.calibrate)
+    return config, compressed(whole, config.compress_down, config.compress_up)
 
 
 def _with_defaults(config: Config, dataset: Dataset) -> Config:

@@ -13,9 +13,10 @@ from fedobp import Config, Federation, FedobpError
 
 
 @pytest.mark.essential
-def test_it_is_fedavg_with_its_parts():
+def test_it_is_the_sum_of_its_parts():
     config = Config(**SMALL, method="fedobp-auto", finetune_epochs=1)
-    parts = replace(config, method="fedavg", average=0.05, calibrate="head")
+    same = {"prior": "train", "average": 0.05, "calibrate": "head", "weight_decay": 0.01}
+    parts = replace(config, method="fedacg", options={"beta": 0.7}, **same)
     one, other = (Federation(settings).run() for settings in (config, parts))
     assert (one.accuracy, one.last, one.finetuned) == (other.accuracy, other.last, other.finetuned)
     for client in (None, *range(6)):
@@ -40,6 +41,13 @@ def test_both_engines_agree():
     for client in (None, 0, 1, 2, 3):
         for key, value in serial.state_dict(client).items():
             torch.testing.assert_close(lanes.state_dict(client)[key], value, rtol=0, atol=1e-6)
+
+
+def test_a_weight_decay_beside_its_own_is_refused():
+    with pytest.raises(
+        FedobpError, match=r"fedobp-auto has a weight_decay of its own \(0\.01\): leave out --weight-decay"
+    ):
+        Federation(Config(**SMALL, method="fedobp-auto", weight_decay=0.1))
 
 
 def test_batch_norm_is_refused():

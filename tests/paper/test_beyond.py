@@ -21,6 +21,7 @@ def test_labels_name_the_parts():
     assert label(row(model="last")) == "fedavg-last"
     assert label(row(model="finetuned")) == "fedavg-ft"
     assert label(row("fedper", model="last")) is None
+    assert label(row(OURS, model="finetuned")) == "fedobp-auto-ft"
     assert label(row(parts="prior=serve")) == "fedavg-prior (served)"
     assert label(row("scaffold", parts="prior=train")) == "scaffold-prior"
     assert label(row(parts="prior=serve", model="last")) is None  # it trains as FedAvg does: that row is there already

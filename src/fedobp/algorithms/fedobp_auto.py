@@ -1,16 +1,18 @@
 """FedOBP-Auto: one shared model, of which each client replaces at most a thousandth before use. Nothing to tune.
 
-Training and traffic are FedAvg's, and no state stays on a client. What a client uses is made of parts that other
-methods can have, too (docs/label-prior.md):
+Traffic and passes are FedAvg's, and no state stays on a client. It is made of parts that other methods can have, too:
 
-1. an average of the global models of the last twentieth of the rounds (`averaged`);
-2. with a bias of the last layer that is fitted to the client's labels (`calibration.fit_biases`);
-3. and with entries of the last layer that a score test finds to need a value of their own, refitted
-   (`calibration.fit_head`). As in FedOBP, few entries are personal, and chosen by importance; but the score is what is
-   gained by refitting an entry, n g^2 / F, not how far training has moved it, and its threshold follows from the number
-   of entries.
+1. momentum on the server (`fedacg`), so that fewer rounds are needed, and weight decay, without which the clients' many
+   passes over their few samples overfit;
+2. the client's label distribution in the bias of the last layer while it trains (`label_prior`);
+3. an average of the global models of the last twentieth of the rounds (`averaged`);
+4. before use, a bias of the last layer that is fitted to the client's labels (`calibration.fit_biases`), and entries of
+   that layer that a score test finds to need a value of their own, refitted (`calibration.fit_head`). As in FedOBP, few
+   entries are personal, and chosen by importance; but the score is what is gained by refitting an entry, n g^2 / F, not
+   how far training has moved it, and its threshold follows from the number of entries.
 
-2 and 3 are convex problems on the features of one forward pass.
+4 is a convex problem on the features of one forward pass. The constants were chosen on validation parts
+(docs/methods/fedobp-auto.md).
 """
 
 from dataclasses import dataclass
@@ -19,38 +21,45 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedobp import method as fl
-from fedobp.algorithms.fedavg import FedAvg
+from fedobp.algorithms.fedacg import FedACG
 from fedobp.averaged import averaged
 from fedobp.label_prior import label_prior
 
-_PARTS = label_prior(averaged(FedAvg(), 0.05), "off", "head")
+_DECAY = 0.01
+_PARTS = label_prior(averaged(FedACG(beta=0.7), 0.05), "train", "head")
 
 
 @dataclass(frozen=True)
 class FedOBPAuto(fl.Method):
-    """FedAvg's training; for use, an average with a last layer that is fitted to the client."""
+    """FedAvg with momentum, weight decay and a label prior; for use, an average with a fitted last layer."""
 
     name: ClassVar[str] = "fedobp-auto"
-    summary: ClassVar[str] = "FedAvg; before use, the last layer's bias and the few entries that need it are fitted"
+    summary: ClassVar[str] = (
+        "Nothing to tune: a better global model; before use, few entries of its last layer are fitted"
+    )
     paper: ClassVar[str] = "no paper: docs/beyond.md"
     one_label: ClassVar[bool] = True
 
+    def hparams(self) -> dict[str, float]:
+        """Clients train with weight decay; `--weight-decay` is refused."""
+        return {"weight_decay": _DECAY}
+
     def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
-        """Hold the average and the newest model on the server."""
+        """Hold the average, the newest model and its last move on the server."""
         return _PARTS.init(model, theta, seed)
 
     def download(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> tuple[fl.Record, fl.Tensors]:
-        """Send the newest model to train, or the average to use."""
+        """Send the newest model moved on to train, or the average to use."""
         return _PARTS.download(ctx, server, records)
 
     def client_update(self, ctx: fl.RoundContext) -> fl.Program:
-        """Train as in FedAvg."""
+        """Train as in FedAvg, with the client's label distribution in the bias."""
         return _PARTS.client_update(ctx)
 
     def aggregate(
         self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
     ) -> tuple[fl.Tensors, fl.Tensors]:
-        """Eq. 2: average the uploads; then move the average over rounds."""
+        """Eq. 2: average the uploads; keep the move, and move the average over rounds."""
         return _PARTS.aggregate(ctx, server, records, update)
 
     def personalize(self, ctx: fl.RoundContext) -> fl.Program:

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OURS = "fedobp-auto"
-# Other models of a method's clients that are baselines: they train as that method does.
+# Other models of a method's clients that are rows of their own: they train as that method does.
 _MODELS = {("fedavg", "last"): "fedavg-last", ("fedavg", "finetuned"): "fedavg-ft",
-           ("scaffold", "finetuned"): "scaffold-ft"}  # fmt: skip
+           ("scaffold", "finetuned"): "scaffold-ft",
+           (OURS, "last"): f"{OURS}'s last", (OURS, "finetuned"): f"{OURS}-ft"}  # fmt: skip
 _SHOWN = (OURS, "fedavg", "fedobp", "fedper", "fedpac", "scaffold-prior", "fedacg-prior, averaged")  # in curves
 FINETUNING = 5  # epochs, in all sweeps of the study
 _RULES = {"rms": "rms rule", "statistic": "score statistic"}
