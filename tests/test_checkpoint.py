@@ -443,6 +443,42 @@ def test_a_hundred_kills(tmp_path):
 
 def _seconds(start, command, folder: Path) -> float:
     began = time.monotonic()
+def test_a_sweep_that_a_full_disk_has_ended_goes_on_when_it_is_called_again(tmp_path, monkeypatch):
+    """No run is noted as failed, and none ends without the others: the last bits depend on all of them."""
+    runs = {"one": Config(**SMALL), "other": Config(**SMALL, seed=7)}
+    resume_sweep(tmp_path / "whole", runs)
+
+    def write(path, *content):
+        if path.parts[-3:] == ("one", "checkpoint", "server-3.safetensors"):
+            raise unwritable(path, OSError(errno.ENOSPC, "No space left on device"))
+        return write_tensors(path, *content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedobp.checkpoint.write_tensors", write)
+        with pytest.raises(FedobpError, match="No space left on device"):
+            resume_sweep(tmp_path / "cut", runs, checkpoint_every=1)
+    assert not list(tmp_path.rglob("failed.json"))
+    seen = []
+    outcome = resume_sweep(tmp_path / "cut", runs, progress=lambda at: seen.append(at.round))
+    assert list(outcome.runs) == list(runs)
+    assert seen == [3, 3, 4, 4, 5, 5, 6, 6]
+    assert contents(*(tmp_path / "cut" / name for name in runs)) == contents(
+        *(tmp_path / "whole" / name for name in runs)
+    )
+
+
+def test_a_finished_run_that_trains_again_beside_others_keeps_no_later_checkpoints(tmp_path):
+    """They would push out those of the rounds that the launch trains now."""
+    runs = {"short": Config(**{**SMALL, "rounds": 4}), "long": Config(**SMALL)}
+    resume_sweep(tmp_path, runs, progress=stop_at(5), checkpoint_every=1)
+    assert (tmp_path / "short" / "result.json").exists()
+    shutil.rmtree(tmp_path / "long" / "checkpoint")
+    resume_sweep(tmp_path, runs, progress=stop_at(2), checkpoint_every=1)
+    seen = []
+    resume_sweep(tmp_path, runs, progress=lambda at: seen.append(at.round))
+    assert seen == [3, 3, 4, 4, 5, 6]
+
+
     assert start(*command, "--out", folder).wait(600) == 0
     return time.monotonic() - began
 

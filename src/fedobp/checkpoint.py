@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedobp.config import Config
 from fedobp.engine import Store
-from fedobp.errors import FedobpError, described, short
+from fedobp.errors import FedobpError, TryAgain, described, short
 from fedobp.files import unwritable, write_json
 from fedobp.records import Tensors
 from fedobp.result import Result
@@ -212,17 +212,22 @@ class Checkpoints:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn what goes wrong into a user error: a checkpoint may have a right checksum, and not what this run needs."""
+    """Turn what goes wrong into a user error: a checkpoint may have a right checksum, and not what this run needs.
+
+    The run has not failed: when the files are as they were, it goes on.
+    """
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise FedobpError(
+        raise TryAgain(
             f"{short(path, 200)} is no checkpoint of this run ({short(described(error), 120)}): remove it, and resume"
         ) from error
 
 
 def _client_tensors(
     stores: Mapping[str, Mapping[int, Tensors]], clients: Sequence[int]
+    except FedobpError as error:
+        raise TryAgain(str(error)) from error
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return what stores hold of clients by key, and keys whose tensors equal another one of the same client.
 

@@ -28,7 +28,7 @@ from fedobp.engine import (
     caught,
     global_gradient,
 )
-from fedobp.errors import Stopped
+from fedobp.errors import Stopped, TryAgain
 from fedobp.evaluation import Evaluator
 from fedobp.grouping import batch_size_for, engine_for, memory_for
 from fedobp.method import CohortUpdate, Method
@@ -133,7 +133,7 @@ class Launch:
     ) -> None:
         first, runs = plans[0], [(plan.name, plan.config) for plan in plans]
         batch = batch_size_for(first.config, [plan.data for plan in plans])
-        self._plans, self._callbacks = plans, callbacks
+        self._plans, self._callbacks, self._resume = plans, callbacks, resume
         self.engine = engine_for(first.config, first.model, batch)
         self._outcomes: dict[int, Result | BaseException] = {}
         self.active: dict[int, Simulation] = {}
@@ -154,6 +154,8 @@ class Launch:
                 plan = plan._replace(out=None)  # it trains beside the others again, and is not written again
             after = self.round if known else None
             start = partial(simulate, plan, self.engine, budget, keep_models, runs, callbacks, after)
+                if not self.round:
+                    remove(known.folder)  # its checkpoints are of rounds that it trains again
             if one := self.attempt(at, start):
                 self.active[at] = one
                 folder = plans[at].out
@@ -174,7 +176,7 @@ class Launch:
         self._saved_at = time.monotonic()
 
     def attempt(self, at: int, step: Callable[[], T]) -> T | None:
-        """Take a step of a run; what it raises ends this run alone."""
+        """Take a step of a run; what it raises ends this run alone, unless it is not its own and the runs resume."""
         method, model = type(inner_of(self._plans[at].method)), self._plans[at].model
 
         def attributed() -> T:
@@ -190,7 +192,11 @@ class Launch:
         folder = self._plans[at].out
         if folder and at in self._checkpoints:
             caught(self._checkpoints[at].wait)
-            note_failure(folder, self.round + 1, done)
+            if not isinstance(done, TryAgain):
+                note_failure(folder, self.round + 1, done)
+        if isinstance(done, TryAgain) and self._resume:  # the next call goes on with all runs, so none ends alone
+            self.end_all(done)
+            raise done
         self._end(at, done)
         if len(self._plans) > 1:  # the others need the memory that its frames hold
             for error in (done, done.__cause__):

@@ -23,7 +23,7 @@ import torch
 
 from fedobp._version import __version__
 from fedobp.csv_rows import write_rows
-from fedobp.errors import FedobpError, short
+from fedobp.errors import TryAgain, short
 from fedobp.files import holder, lock, sha256_of, taken, unwritable, write, write_checked_json, write_new
 
 _RUN_FILES = (
@@ -142,9 +142,7 @@ class RunFolder:
         _run_files(folder)  # makes the folder
         self.path, held = folder, lock(folder / ".lock")
         if not held.__enter__():
-            raise FedobpError(
-                f"{holder(folder / '.lock')} trains in {short(folder, 200)}: wait until it ends, or end it"
-            )
+            raise TryAgain(f"{holder(folder / '.lock')} trains in {short(folder, 200)}: wait until it ends, or end it")
         self._release = weakref.finalize(self, held.__exit__, None, None, None)
         try:
             if continued_at:
