@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from children import children
@@ -18,7 +19,7 @@ from fedobp import Config, Federation, FedobpError, resume_sweep, sweep
 from fedobp.algorithms import METHODS
 from fedobp.checkpoint import Interval, PastRun, note_failure
 from fedobp.files import unwritable
-from fedobp.launch import StopTraining
+from fedobp.launch import StopTraining, simulate
 from fedobp.saved_runs import read_run
 from fedobp.storage.tensor_file import read_tensors, write_tensors
 
@@ -77,6 +78,15 @@ def test_a_method_goes_on_whose_server_holds_more_after_some_rounds(tmp_path):
     Federation(config).run(out=tmp_path / "whole", checkpoint_every=0)
     begin(config, tmp_path / "cut", stop=5, every=1)
     assert go_on(config, tmp_path / "cut") == [6]
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+def test_messages_of_several_fields_keep_their_order(tmp_path):
+    """The length of a compressed message depends on it, and a file of tensors is sorted by name."""
+    config = Config(**SMALL, method="pfedfda", compress_down="4bit")
+    Federation(config).run(out=tmp_path / "whole", checkpoint_every=0)
+    begin(config, tmp_path / "cut")
+    go_on(config, tmp_path / "cut")
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
@@ -235,6 +245,95 @@ def test_another_version_is_refused(tmp_path, monkeypatch):
         Federation(Config(**SMALL)).run(out=tmp_path / "run", resume=True)
 
 
+def test_other_inputs_are_refused_although_labels_and_partition_are_the_same(tmp_path):
+    def federation(scale):
+        y = np.arange(120) % 3
+        x = np.random.default_rng(0).standard_normal((120, 5)).astype(np.float32) + y[:, None]
+        return Federation.from_data(scale * x, y, client=np.arange(120) % 6, config=Config(rounds=4))
+
+    with pytest.raises(StopTraining):
+        federation(1).run(out=tmp_path / "run", progress=stop_at(2), checkpoint_every=1)
+    before = contents_of(tmp_path)
+    with pytest.raises(FedobpError, match=r"was trained with the data .*, and now it is .*: use what it was trained"):
+        federation(2).run(out=tmp_path / "run", resume=True)
+    assert contents_of(tmp_path) == before
+    federation(1).run(out=tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("damage", ["removed", "cut", "changed"])
+def test_metrics_that_are_not_those_of_the_rounds_before_are_refused(damage, tmp_path):
+    """The result would have their checksum."""
+    config, path = Config(**SMALL), tmp_path / "cut" / "metrics.jsonl"
+    Federation(config).run(out=tmp_path / "whole")
+    begin(config, tmp_path / "cut")
+    content = path.read_bytes()
+    lines = content.splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2]) if damage == "cut" else content.replace(b"0.", b"1.", 1))
+    if damage == "removed":
+        path.unlink()
+    with pytest.raises(FedobpError, match=r"cut/metrics\.jsonl is damaged: its lines are not those of the rounds"):
+        go_on(config, tmp_path / "cut")
+    assert not (tmp_path / "cut" / "result.json").exists()
+    path.write_bytes(content)
+    assert go_on(config, tmp_path / "cut") == [4, 5, 6]
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+def test_a_launch_of_which_a_run_cannot_go_on_stays_as_it_was(tmp_path):
+    """Without that run, the last bits of the others would be other ones."""
+    runs = {"one": Config(**SMALL), "other": Config(**SMALL, seed=7)}
+    resume_sweep(tmp_path / "whole", runs)
+    resume_sweep(tmp_path / "cut", runs, progress=stop_at(3), checkpoint_every=1)
+    path = tmp_path / "cut" / "other" / "metrics.jsonl"
+    content = path.read_bytes()
+    path.unlink()
+    with pytest.raises(FedobpError, match=r"other/metrics\.jsonl is damaged"):
+        resume_sweep(tmp_path / "cut", runs)
+    assert not list(tmp_path.rglob("failed.json"))
+    path.write_bytes(content)
+    assert list(resume_sweep(tmp_path / "cut", runs).runs) == list(runs)
+    assert contents(*(tmp_path / "cut" / name for name in runs)) == contents(
+        *(tmp_path / "whole" / name for name in runs)
+    )
+
+
+def test_what_a_killed_process_has_half_written_is_removed(tmp_path):
+    config, folder = Config(**SMALL), tmp_path / "run"
+    begin(config, folder)
+    (folder / ".result.json.1.1.part").touch()
+    (folder / "checkpoint" / ".clients-4.safetensors.1.1.part").touch()
+    left = []
+    Federation(config).run(out=folder, resume=True, progress=lambda at: left.extend(folder.rglob("*.part")))
+    assert not left
+
+
+def test_a_run_whose_checkpoints_are_elsewhere_starts_anew(tmp_path):
+    """Its folder `checkpoint` is a link to another one."""
+    config, folder = Config(**SMALL), tmp_path / "run" / "checkpoint"
+    begin(config, tmp_path / "run", every=0)
+    (tmp_path / "large").mkdir()
+    folder.symlink_to(tmp_path / "large")
+    assert go_on(config, tmp_path / "run") == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_that_another_process_has_just_finished_is_left_alone(tmp_path, monkeypatch):
+    """It ends after this process has read its checkpoints."""
+    config, folder = Config(**SMALL), tmp_path / "run"
+    begin(config, folder)
+
+    def late(plan, *given):
+        if others:
+            others.pop().run(out=folder, resume=True)
+        return simulate(plan, *given)
+
+    others = [Federation(config)]
+    monkeypatch.setattr("fedobp.launch.simulate", late)
+    with pytest.raises(FedobpError, match=r"another process has finished the run in .*: nothing was changed"):
+        Federation(config).run(out=folder, resume=True)
+    assert read_run(folder).result["history"]
+    assert {path.name for path in folder.iterdir()} == {*NAMES[:3], "models", "result.json", "timings.jsonl"}
+
+
 def test_a_run_that_failed_stays_out_when_the_others_go_on(tmp_path):
     """It diverges in round 1, so nothing of it is in the checkpoints of the others."""
     runs = {"calm": Config(**SMALL), "wild": Config(**SMALL, lr=1e9), "other": Config(**SMALL, seed=7)}
@@ -342,6 +441,42 @@ def test_a_disk_that_is_full_ends_the_run_and_keeps_the_last_checkpoint(tmp_path
     assert found == {"server-2.safetensors"}
     assert go_on(config, tmp_path / "cut") == [3, 4, 5, 6, 7, 8]
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+def test_a_sweep_that_a_full_disk_has_ended_goes_on_when_it_is_called_again(tmp_path, monkeypatch):
+    """No run is noted as failed, and none ends without the others: the last bits depend on all of them."""
+    runs = {"one": Config(**SMALL), "other": Config(**SMALL, seed=7)}
+    resume_sweep(tmp_path / "whole", runs)
+
+    def write(path, *content):
+        if path.parts[-3:] == ("one", "checkpoint", "server-3.safetensors"):
+            raise unwritable(path, OSError(errno.ENOSPC, "No space left on device"))
+        return write_tensors(path, *content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedobp.checkpoint.write_tensors", write)
+        with pytest.raises(FedobpError, match="No space left on device"):
+            resume_sweep(tmp_path / "cut", runs, checkpoint_every=1)
+    assert not list(tmp_path.rglob("failed.json"))
+    seen = []
+    outcome = resume_sweep(tmp_path / "cut", runs, progress=lambda at: seen.append(at.round))
+    assert list(outcome.runs) == list(runs)
+    assert seen == [3, 3, 4, 4, 5, 5, 6, 6]
+    assert contents(*(tmp_path / "cut" / name for name in runs)) == contents(
+        *(tmp_path / "whole" / name for name in runs)
+    )
+
+
+def test_a_finished_run_that_trains_again_beside_others_keeps_no_later_checkpoints(tmp_path):
+    """They would push out those of the rounds that the launch trains now."""
+    runs = {"short": Config(**{**SMALL, "rounds": 4}), "long": Config(**SMALL)}
+    resume_sweep(tmp_path, runs, progress=stop_at(5), checkpoint_every=1)
+    assert (tmp_path / "short" / "result.json").exists()
+    shutil.rmtree(tmp_path / "long" / "checkpoint")
+    resume_sweep(tmp_path, runs, progress=stop_at(2), checkpoint_every=1)
+    seen = []
+    resume_sweep(tmp_path, runs, progress=lambda at: seen.append(at.round))
+    assert seen == [3, 3, 4, 4, 5, 6]
 
 
 def test_a_folder_that_vanishes_is_one_sentence(tmp_path):

@@ -1,6 +1,7 @@
 """Stop signals: the message on stderr, the exit code, and the files of an interrupted run."""
 
 import json
+import re
 import signal
 import time
 
@@ -8,6 +9,7 @@ import pytest
 from cli.cases import TINY
 
 import fedobp
+from fedobp.errors import Stopped
 
 
 def test_interrupting_a_run_exits_130_without_a_traceback_and_keeps_the_metrics(start, tmp_path):
@@ -47,6 +49,28 @@ def test_a_second_signal_ends_a_run_at_once_without_a_torn_file(start, tmp_path)
     assert process.wait(60) == 143
     assert process.communicate()[1].endswith("terminated\n")
     assert not (tmp_path / "here" / "checkpoint").exists()
+
+
+STOPS = {
+    "compare, before its plan is written": ("fedobp.sweep_plan.plan_sweep", "compare", ""),
+    "compare": ("fedobp.launch._train", "compare", "note: fedobp sweep runs/.* goes on with it\n"),
+    "paper": (
+        "fedobp.paper.experiment.resume_sweep",
+        "paper table1 --scale smoke",
+        "note: the same command goes on with it\n",
+    ),
+}
+
+
+@pytest.mark.parametrize(("where", "arguments", "note"), STOPS.values(), ids=STOPS)
+def test_a_stopped_command_says_how_to_go_on_if_it_can(where, arguments, note, command, monkeypatch):
+    def stop(*_, **__):
+        raise Stopped(signal.SIGINT)
+
+    monkeypatch.setattr(where, stop)
+    said = command(*arguments.split())
+    assert said.code == 130
+    assert re.fullmatch(f"{note}interrupted\n", said.err)
 
 
 # Each case sends its own process a signal, at another point of its life.

@@ -1,7 +1,10 @@
 """Sweeps in folders: planned once, continued to the same bytes, cut into shards, and collected."""
 
+import fcntl
 import json
 import multiprocessing
+import os
+import resource
 import shutil
 import tomllib
 from dataclasses import replace
@@ -365,6 +368,24 @@ def test_a_launch_that_another_process_trains_is_left_to_it(tmp_path):
     assert other.exitcode == 0
     assert resume_sweep(tmp_path, grid(seeds=(1,))).missing == []
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("step", ["flock", "write"])
+def test_a_lock_that_cannot_be_taken_or_written_is_one_sentence(step, tmp_path, monkeypatch):
+    """A file system without locks; a full disk, for which a limit of file sizes stands here."""
+    path = tmp_path / ".lock"
+    if step == "flock":
+        monkeypatch.setattr(fcntl, "flock", lambda *_: os.open(tmp_path / "none", os.O_RDONLY))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0 if step == "write" else soft, hard))
+    try:
+        with pytest.raises(FedobpError, match=r"cannot write .*\.lock \((File too large|No such file).*\): choose"):
+            lock(path).__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    monkeypatch.undo()
+    with lock(path) as mine:
+        assert mine
 
 
 def test_a_damaged_failure_or_plan_is_a_user_error(tmp_path):

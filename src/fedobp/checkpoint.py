@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedobp.config import Config
 from fedobp.engine import Store
-from fedobp.errors import FedobpError, described, short
+from fedobp.errors import FedobpError, TryAgain, described, short
 from fedobp.files import unwritable, write_json
 from fedobp.records import Tensors
 from fedobp.result import Result
@@ -102,10 +102,16 @@ class Checkpoints:
     """The checkpoints of one run, in its folder; `writer` is the thread that writes those of its launch, in turn."""
 
     def __init__(
-        self, folder: Path, run: Run, stores: Mapping[str, Store], launch: Sequence[str], writer: Executor
+        self,
+        folder: Path,
+        run: Run,
+        stores: Mapping[str, Store],
+        launch: Sequence[str],
+        writer: Executor,
+        data_hash: Callable[[], str] | None = None,
     ) -> None:
-        """Take `stores` of clients that are simulated here, beside the server's records."""
-        self._folder, self._run, self._writer = folder / FOLDER, run, writer
+        """Take `stores` of clients that are simulated here, beside the server's records, and the hash of their data."""
+        self._folder, self._run, self._writer, self._data_hash = folder / FOLDER, run, writer, data_hash
         self._stores = {"records": run.records, **stores}
         self._writing: Future[None] | None = None
         self._about = {**identity(run.config, run.partition), "launch": list(launch)}
@@ -158,8 +164,10 @@ class Checkpoints:
             known.checksums[number] = write_tensors(path, tensors, {"members": members, "same": same})
         in_use = set(known.rounds.values())
         files = {at: checksum for at, checksum in known.checksums.items() if at in in_use}
+        data = {"data": self._data_hash()} if self._data_hash else {}  # here, because it may take seconds
         about = {
             **self._about,
+            **data,
             "round": number,
             "run": snapshot.run,
             "clients": {str(client): at for client, at in known.rounds.items()},
@@ -212,11 +220,16 @@ class Checkpoints:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn what goes wrong into a user error: a checkpoint may have a right checksum, and not what this run needs."""
+    """Turn what goes wrong into a user error: a checkpoint may have a right checksum, and not what this run needs.
+
+    The run has not failed: when the files are as they were, it goes on.
+    """
     try:
         yield
+    except FedobpError as error:
+        raise TryAgain(str(error)) from error
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise FedobpError(
+        raise TryAgain(
             f"{short(path, 200)} is no checkpoint of this run ({short(described(error), 120)}): remove it, and resume"
         ) from error
 
@@ -251,7 +264,9 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
     return one is other or torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
 
 
-def usable_rounds(folder: Path, config: Config, partition: str, launch: Sequence[str]) -> list[int]:
+def usable_rounds(
+    folder: Path, config: Config, partition: str, launch: Sequence[str], data_hash: Callable[[], str] | None = None
+) -> list[int]:
     """Return the rounds of a run's checkpoints that are whole, the newest first.
 
     One of other settings, data or versions is a user error; a damaged one is left out, with a warning.
@@ -269,6 +284,8 @@ def usable_rounds(folder: Path, config: Config, partition: str, launch: Sequence
         except FedobpError as error:
             warnings.warn(f"the checkpoint of round {number} is not used: {error}", stacklevel=2)
             continue
+        if data_hash and "data" in about:  # older ones do not say
+            wanted["data"] = data_hash()
         for name, value in wanted.items():
             if about.get(name) != value:
                 raise FedobpError(
@@ -279,7 +296,10 @@ def usable_rounds(folder: Path, config: Config, partition: str, launch: Sequence
     return found
 
 
-_WORDS = {"settings": "the settings", "partition": "the partition", "launch": "the runs", "python": "Python"}
+_WORDS = {
+    "settings": "the settings", "partition": "the partition", "data": "the data", "launch": "the runs",
+    "python": "Python",
+}  # fmt: skip
 
 
 def rounds_in(folder: Path) -> Iterator[int]:
@@ -290,10 +310,17 @@ def rounds_in(folder: Path) -> Iterator[int]:
 class PastRun:
     """What a run's folder holds of an earlier process: a result, or checkpoints, and perhaps how it failed."""
 
-    def __init__(self, folder: Path, config: Config, partition: str, launch: Sequence[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        partition: str,
+        launch: Sequence[str],
+        data_hash: Callable[[], str] | None = None,
+    ) -> None:
         self.folder, self.config = folder, config
         self.is_finished = (folder / "result.json").exists()
-        self.rounds = usable_rounds(folder, config, partition, launch)
+        self.rounds = usable_rounds(folder, config, partition, launch, data_hash)
         self._failure = _read_failure(folder / FOLDER / "failed.json")
 
     def is_over(self, number: int) -> bool:

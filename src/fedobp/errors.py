@@ -13,6 +13,10 @@ class FedobpError(Exception):
     """A user error: its text is one sentence that says what is wrong and what to do."""
 
 
+class TryAgain(FedobpError):
+    """A user error whose cause is not the run, such as a full disk: the run is not noted as one that failed."""
+
+
 class Stopped(BaseException):
     """A signal asks the process to stop.
 

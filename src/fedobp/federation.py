@@ -138,7 +138,10 @@ class Federation:
     def plan(self, config: Config, method: Method, out: Path | None = None, name: str = "") -> RunPlan:
         """Return the plan of a run on these clients; `config` is resolved."""
         notes = tuple(notes_of(config, self.source))
-        return RunPlan(config, method, self.model, self.data, self.partition, out, notes, name or run_name(config))
+        name, source = name or run_name(config), self.source
+        return RunPlan(
+            config, method, self.model, self.data, self.partition, out, notes, name, lambda: source.content_hash
+        )
 
     def run(
         self,

@@ -7,11 +7,11 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fedobp.errors import FedobpError, short
+from fedobp.errors import FedobpError, TryAgain, short
 
 _FILE_TYPES = {
     stat.S_IFDIR: "a folder",
@@ -100,25 +100,21 @@ def lock(path: Path) -> Iterator[bool]:
     import fcntl
 
     while True:
-        try:
-            file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise unwritable(path, error) from error
-        with file:
+        with ExitStack() as stack:
             try:
+                file = stack.enter_context(path.open("ab", buffering=0))
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not _is_file(path, file.fileno()):
+                    continue  # who held it has removed the file
+                stack.callback(path.unlink, missing_ok=True)
+                file.truncate(0)
+                file.write(str(os.getpid()).encode())
             except BlockingIOError:
                 yield False
                 return
-            if not _is_file(path, file.fileno()):
-                continue  # who held it has removed the file
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
-            try:
-                yield True
-            finally:
-                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise unwritable(path, error) from error
+            yield True
             return
 
 
@@ -199,7 +195,7 @@ def taken(path: Path) -> FedobpError:
     )
 
 
-def unwritable(path: Path, error: OSError | ValueError) -> FedobpError:
+def unwritable(path: Path, error: OSError | ValueError) -> TryAgain:
     """Return the user error for a file or folder that cannot be written."""
     reason = getattr(error, "strerror", None) or error  # ValueError: characters that no path can have
-    return FedobpError(f"cannot write {short(path, 200)} ({reason}): choose another place, or free space there")
+    return TryAgain(f"cannot write {short(path, 200)} ({reason}): choose another place, or free space there")

@@ -28,7 +28,7 @@ from fedobp.engine import (
     caught,
     global_gradient,
 )
-from fedobp.errors import Stopped
+from fedobp.errors import Stopped, TryAgain
 from fedobp.evaluation import Evaluator
 from fedobp.grouping import batch_size_for, engine_for, memory_for
 from fedobp.method import CohortUpdate, Method
@@ -70,6 +70,7 @@ class RunPlan(NamedTuple):
     out: Path | None = None  # the run's folder
     notes: tuple[str, ...] = ()  # what the run's folder does not hold
     name: str = ""  # among the runs of its launch
+    data_hash: Callable[[], str] | None = None  # of the dataset's inputs and labels: it may take seconds
 
 
 class Simulation(NamedTuple):
@@ -89,7 +90,7 @@ def simulate(
     continued_at: int | None = None,
 ) -> Simulation:
     """Return a run with its clients, before round 1; or as it goes on after a round, before its state is restored."""
-    config, method, model, data, partition, out, notes, _ = plan
+    config, method, model, data, partition, out, notes, *_ = plan
     theta = model.initial(config.seed).to(data.x.device, data.dtype)
     initial = method.init(model, theta, config.seed)
     keeps = method.keeps_last_model
@@ -133,7 +134,7 @@ class Launch:
     ) -> None:
         first, runs = plans[0], [(plan.name, plan.config) for plan in plans]
         batch = batch_size_for(first.config, [plan.data for plan in plans])
-        self._plans, self._callbacks = plans, callbacks
+        self._plans, self._callbacks, self._resume = plans, callbacks, resume
         self.engine = engine_for(first.config, first.model, batch)
         self._outcomes: dict[int, Result | BaseException] = {}
         self.active: dict[int, Simulation] = {}
@@ -141,7 +142,8 @@ class Launch:
         self._writer = ThreadPoolExecutor(max_workers=1)  # one: a round's checkpoints are written before the next's
         names = [plan.name for plan in plans]
         past = [
-            PastRun(plan.out, plan.config, plan.partition, names) if resume and plan.out else None for plan in plans
+            PastRun(plan.out, plan.config, plan.partition, names, plan.data_hash) if resume and plan.out else None
+            for plan in plans
         ]
         self.round = common_round(past)  # the newest that is complete: the runs go on after it
         budget = Budget(memory_for(first.config, "store"))
@@ -152,13 +154,17 @@ class Launch:
                 continue
             if known and known.is_finished:
                 plan = plan._replace(out=None)  # it trains beside the others again, and is not written again
+                if not self.round:
+                    remove(known.folder)  # its checkpoints are of rounds that it trains again
             after = self.round if known else None
             start = partial(simulate, plan, self.engine, budget, keep_models, runs, callbacks, after)
             if one := self.attempt(at, start):
                 self.active[at] = one
                 folder = plans[at].out
                 if folder and (self.round or interval != NEVER):
-                    self._checkpoints[at] = Checkpoints(folder, one.run, one.clients.stores, names, self._writer)
+                    self._checkpoints[at] = Checkpoints(
+                        folder, one.run, one.clients.stores, names, self._writer, plan.data_hash
+                    )
                     if self.round:
                         self.attempt(at, partial(self._checkpoints[at].restore, self.round))
 
@@ -174,7 +180,7 @@ class Launch:
         self._saved_at = time.monotonic()
 
     def attempt(self, at: int, step: Callable[[], T]) -> T | None:
-        """Take a step of a run; what it raises ends this run alone."""
+        """Take a step of a run; what it raises ends this run alone, unless it is not its own and the runs resume."""
         method, model = type(inner_of(self._plans[at].method)), self._plans[at].model
 
         def attributed() -> T:
@@ -187,10 +193,14 @@ class Launch:
         done = caught(attributed)
         if not isinstance(done, BaseException):
             return done
+        if isinstance(done, TryAgain) and self._resume:  # the next call goes on with all runs, so none ends alone
+            self.end_all(done)
+            raise done
         folder = self._plans[at].out
         if folder and at in self._checkpoints:
             caught(self._checkpoints[at].wait)
-            note_failure(folder, self.round + 1, done)
+            if not isinstance(done, TryAgain):
+                note_failure(folder, self.round + 1, done)
         self._end(at, done)
         if len(self._plans) > 1:  # the others need the memory that its frames hold
             for error in (done, done.__cause__):

@@ -12,7 +12,7 @@ from fedobp.accounting import Accounting, cost_of
 from fedobp.callbacks import Callback, report_round
 from fedobp.config import Config, side_by_side
 from fedobp.engine import Budget, ClientJob, LostClients, Store, refuse_programs
-from fedobp.errors import FedobpError
+from fedobp.errors import FedobpError, short
 from fedobp.evaluation import Accuracy, NewClients, Report, ServerView, make_protocol, report_from_json
 from fedobp.evaluation.evaluator import Keep
 from fedobp.method import CohortKind, CohortUpdate, InitialState, Method, RoundContext
@@ -195,15 +195,24 @@ class Run:
             "reports": reports,
             "history": list(self.history),  # a thread writes it while the next rounds train
             "seconds": self.seconds,
+            "metrics": self._folder and self._folder.metrics_checksum,
+            "order": list(self.server),  # a file has another one
         }
 
     def restore(self, server: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's snapshot."""
+        if self._folder and values.get("metrics") not in (None, self._folder.metrics_checksum):  # older ones have none
+            raise FedobpError(
+                f"{short(self._folder.path / 'metrics.jsonl', 200)} is damaged: its lines are not those of the rounds "
+                "before the checkpoint; put it back as it was, or remove the run's folder to train it anew"
+            )
         device = self.server["theta"].device
         forms = [{name: (one.shape, one.dtype) for name, one in state.items()} for state in (self.server, server)]
         if forms[0].items() - forms[1].items():  # a method may have more after some rounds
             raise ValueError("the server's state has another form")
-        self.server = {name: tensor.to(device) for name, tensor in server.items()}
+        # In the order that it had: fields of a compressed message are one frame, whose length depends on it.
+        names = [*values.get("order", self.server), *server]
+        self.server = {name: server[name].to(device) for name in names if name in server}
         self.accounting.restore(values["accounting"])
         self.reports = [report_from_json(report) for report in values["reports"]]
         earlier = [(one.round, one.served.pooled, one.served.client_mean) for one in self.reports]

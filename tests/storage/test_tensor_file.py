@@ -23,6 +23,17 @@ TENSORS = {
     "int8": torch.tensor([-7], dtype=torch.int8),
     "bytes": torch.tensor([7, 8, 9], dtype=torch.uint8),
     "mask": torch.tensor([True, False]),
+    **{
+        str(dtype): torch.tensor([2]).to(dtype)
+        for dtype in (
+            torch.uint64,
+            torch.uint32,
+            torch.uint16,
+            torch.complex64,
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+        )
+    },
     "scalar": torch.tensor(7.0, dtype=torch.float64),
     "empty": torch.zeros(0, 3),
 }
@@ -48,8 +59,8 @@ def test_files_are_those_of_the_safetensors_package(content: bytes, tmp_path: Pa
 
 
 def test_a_type_that_files_do_not_hold_is_named(tmp_path: Path):
-    with pytest.raises(FedobpError, match=r"'phase' is of type torch\.complex64, which files do not hold"):
-        write_tensors(tmp_path / "file", {"phase": torch.zeros(2, dtype=torch.complex64)}, {})
+    with pytest.raises(FedobpError, match=r"'phase' is of type torch\.complex128, which files do not hold"):
+        write_tensors(tmp_path / "file", {"phase": torch.zeros(2, dtype=torch.complex128)}, {})
     assert not list(tmp_path.iterdir())
 
 

@@ -12,7 +12,7 @@ import typer
 from fedobp.cli.output import print_note, print_result
 from fedobp.cli.progress import task_progress
 from fedobp.cli.settings import Json
-from fedobp.errors import FedobpError, short, unknown
+from fedobp.errors import FedobpError, Stopped, short, unknown
 
 
 def paper(
@@ -97,9 +97,13 @@ def paper(
         methods=_methods(methods),
     )
     until = None if max_minutes is None else time.monotonic() + 60 * max_minutes
-    with task_progress() as advance, redirect_stdout(sys.stderr):
-        work = Work(out or Path("runs") / f"paper-{setting.scale}", until, advance, sources=folders or ())
-        found = run_experiment(EXPERIMENTS[name], setting, work)
+    try:
+        with task_progress() as advance, redirect_stdout(sys.stderr):
+            work = Work(out or Path("runs") / f"paper-{setting.scale}", until, advance, sources=folders or ())
+            found = run_experiment(EXPERIMENTS[name], setting, work)
+    except Stopped:
+        print_note("the same command goes on with it")
+        raise
     for note in found["notes"]:
         print_note(note)
     if as_json:

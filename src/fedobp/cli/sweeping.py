@@ -187,7 +187,7 @@ def train_and_print(
                 train=train,
             )
     except Stopped:
-        if folder.exists():
+        if (folder / f"{name}.toml").exists():
             print_note(f"fedobp sweep {shlex.quote(str(folder))} goes on with it")
         raise
     finally:

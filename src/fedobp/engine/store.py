@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from fedobp.errors import FedobpError
+from fedobp.errors import FedobpError, TryAgain
 from fedobp.records import Tensors
 
 
@@ -67,8 +67,8 @@ class _InFile:
             raise _no_space(f"client {client}'s state", error) from error
 
 
-def _no_space(what: str, error: OSError) -> FedobpError:
-    return FedobpError(
+def _no_space(what: str, error: OSError) -> TryAgain:
+    return TryAgain(
         f"cannot keep {what} in a temporary file ({error.strerror or error}): free some space, set TMPDIR to a folder "
         f"on a larger disk, or allow more memory with --store-memory"
     )

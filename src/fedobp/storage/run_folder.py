@@ -6,6 +6,7 @@ they are in a file of their own, `timings.jsonl`. `result.json` is what `fedobp 
 the other files and its own.
 """
 
+import hashlib
 import json
 import os
 import platform
@@ -23,7 +24,7 @@ import torch
 
 from fedobp._version import __version__
 from fedobp.csv_rows import write_rows
-from fedobp.errors import FedobpError, short
+from fedobp.errors import TryAgain, short
 from fedobp.files import holder, lock, sha256_of, taken, unwritable, write, write_checked_json, write_new
 
 _RUN_FILES = (
@@ -69,12 +70,17 @@ def release(folder: Path, name: str, runs: Iterable[str], created: bool) -> bool
 
 def clear(folder: Path) -> None:
     """Remove the files of a run that did not finish."""
-    for path in [*(folder / name for name in _RUN_FILES), *folder.glob(".*.part")]:
+    for path in [folder / name for name in _RUN_FILES] + _parts(folder):
         _remove(path)
 
 
+def _parts(folder: Path) -> list[Path]:
+    """Return temporary files of a run, which a process that was killed has left."""
+    return [*folder.glob(".*.part"), *folder.glob("checkpoint/.*.part")]
+
+
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -142,42 +148,51 @@ class RunFolder:
         _run_files(folder)  # makes the folder
         self.path, held = folder, lock(folder / ".lock")
         if not held.__enter__():
-            raise FedobpError(
-                f"{holder(folder / '.lock')} trains in {short(folder, 200)}: wait until it ends, or end it"
-            )
+            raise TryAgain(f"{holder(folder / '.lock')} trains in {short(folder, 200)}: wait until it ends, or end it")
         self._release = weakref.finalize(self, held.__exit__, None, None, None)
         try:
+            if continued_at is not None and (folder / "result.json").exists():  # it was not when this run was planned
+                raise TryAgain(f"another process has finished the run in {short(folder, 200)}: nothing was changed")
             if continued_at:
                 self._cut(continued_at)
-                return
-            if continued_at == 0:
-                clear(folder)
-            head = f"# Run again with: fedobp run --config config.toml\n{provenance(engine)}"
-            claim(folder, "config.toml", head + config)
+            else:
+                if continued_at == 0:
+                    clear(folder)
+                head = f"# Run again with: fedobp run --config config.toml\n{provenance(engine)}"
+                claim(folder, "config.toml", head + config)
+            path = folder / "metrics.jsonl"
+            self._metrics = hashlib.sha256(path.read_bytes() if path.exists() else b"")
         except BaseException:
             self._release()
             raise
 
+    @property
+    def metrics_checksum(self) -> str:
+        """The SHA-256 of what `metrics.jsonl` must hold: all lines so far."""
+        return self._metrics.hexdigest()
+
     def _cut(self, number: int) -> None:
-        """Remove what was written after a round."""
+        """Remove what was written after a round, and what a process that was killed left half written."""
         for name in ("metrics", "timings"):
             path = self.path / f"{name}.jsonl"
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
             if len(lines) > number:
                 write(path, b"".join(lines[:number]))
-        for name in ("clients.csv", "result.json", "failed.json", "models"):
-            _remove(self.path / name)
+        for path in [self.path / name for name in ("clients.csv", "failed.json", "models")] + _parts(self.path):
+            _remove(path)
 
     def log(self, name: str, line: Mapping[str, Any]) -> None:
         """Append a line to `metrics.jsonl` or `timings.jsonl`; it is on disk before this returns."""
-        path = self.path / f"{name}.jsonl"
+        path, text = self.path / f"{name}.jsonl", (json.dumps(line, allow_nan=False) + "\n").encode()
         try:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line, allow_nan=False) + "\n")
+            with path.open("ab") as file:
+                file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise unwritable(path, error) from error
+        if name == "metrics":
+            self._metrics.update(text)
 
     def finish(self, result: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]) -> None:
         """Write `clients.csv`, and last `result.json`: a folder that has one holds a finished run."""
