@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
+from fedobp.errors import Stopped
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,13 +16,15 @@ _received: int | None = None
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Keep stop signals for `received` in this block, instead of raising `Stopped` where they arrive."""
+    """Keep stop signals for `received` in this block, and raise `Stopped` at its end, not where they arrive."""
     global _waits, _received
     _waits, _received = True, None
     try:
         yield
     finally:
         _waits = False
+    if _received is not None:  # in the last round: what trains next must not begin
+        raise Stopped(_received)
 
 
 def defer(number: int) -> bool:

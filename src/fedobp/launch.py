@@ -307,8 +307,6 @@ def train_side_by_side(
         with interrupts.deferred() if interval != NEVER else nullcontext():
             _train(launch, progress, started)
             results = launch.results()
-            if (signal := interrupts.received()) is not None:  # in the last round: what trains next must not begin
-                raise Stopped(signal)
         return results
     except BaseException as error:  # an interrupt
         launch.end_all(error)

@@ -1,0 +1,20 @@
+"""Stop signals that are kept until a round ends."""
+
+import pytest
+
+from fedobp import interrupts
+from fedobp.errors import Stopped
+
+
+def test_a_signal_that_nothing_asked_for_is_raised_where_the_block_ends():
+    steps = []
+    with pytest.raises(Stopped) as stopped, interrupts.deferred():
+        assert interrupts.defer(15)
+        assert not interrupts.defer(2)  # the second one is not kept: it ends the process
+        assert interrupts.received() == 15
+        steps.append("to the end")
+    assert (steps, stopped.value.code) == (["to the end"], 143)
+    assert interrupts.received() is None
+    assert not interrupts.defer(2)
+    with interrupts.deferred():
+        assert interrupts.received() is None
