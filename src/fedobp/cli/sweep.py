@@ -75,7 +75,7 @@ def sweep(
 ) -> None:
     """Train a grid of runs into one folder, as many side by side as fit.
 
-    Called again for the same folder, it goes on: what is finished is skipped. With --val-ratio, values are compared on the validation parts.
+    Called again for the same folder, it goes on. With --val-ratio, values are compared on the validation parts.
 
     [bold]Examples[/bold]
 
