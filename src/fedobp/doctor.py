@@ -28,7 +28,8 @@ def examine(card: str | None = None, precision: Any = "bf16", folder: str | None
     """Return what this machine has; with a `card`, such as 8.6, what the kernels would do on one that is not there."""
     device = torch.device("cuda") if torch.cuda.is_available() else None
     chosen = known_card(card) if card else card_of(device) if device else None
-    place = data_dir(folder)
+    data = _data(folder)
+    folders = [str(Path.cwd()), *([data["folder"]] if data["folder"] else [])]
     return {
         "fedobp": __version__,
         "python": platform.python_version(),
@@ -38,10 +39,10 @@ def examine(card: str | None = None, precision: Any = "bf16", folder: str | None
         "device": _device(device) if device else None,
         "kernels": diagnosis(chosen, precision, present=card is None) if chosen else None,
         "kernel_cache": None if cache_folder() is None else str(cache_folder()),
-        "data": _data(place),
+        "data": data,
         "threads": torch.get_num_threads(),
         "memory": {"total": memory_of(torch.device("cpu")), "free": free_bytes()},
-        "disk": {str(path): _free_disk(path) for path in dict.fromkeys((Path.cwd(), place))},
+        "disk": {path: _free_disk(Path(path)) for path in folders},
     }
 
 
@@ -78,13 +79,15 @@ def _device(device: torch.device) -> dict[str, Any]:
     return {**card_of(device)._asdict(), "count": torch.cuda.device_count(), "memory": {"total": total, "free": free}}
 
 
-def _data(folder: Path) -> dict[str, Any]:
+def _data(given: str | None) -> dict[str, Any]:
     """Return the data folder, and which datasets can be used."""
+    folder = None
     try:
-        there = [one.name for one in list_datasets(folder) if one.available]
+        folder = str(data_dir(given))
+        there = [one.name for one in list_datasets(Path(folder)) if one.available]
     except FedobpError as error:
-        return {"folder": str(folder), "problem": str(error), "datasets": []}
-    return {"folder": str(folder), "problem": None, "datasets": there}
+        return {"folder": folder, "problem": str(error), "datasets": []}
+    return {"folder": folder, "problem": None, "datasets": there}
 
 
 def _free_disk(path: Path) -> int | None:

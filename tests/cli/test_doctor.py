@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from fedobp import doctor
 from fedobp.engine.kernels.cards import Card
+from fedobp.engine.kernels.checks import HazardCheck
 from fedobp.engine.kernels.tiles import shipped_table
 from fedobp.engine.kernels.tuning import Timing, Tuned
 
@@ -42,6 +44,17 @@ def test_a_data_folder_that_cannot_be_read_is_said(command, tmp_path):
     assert command("doctor", "--json").json["data"]["datasets"] == INSTALLED
 
 
+def test_without_a_home_folder_it_still_answers(command, monkeypatch):
+    monkeypatch.delenv("FEDOBP_DATA")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", lambda self: (_ for _ in ()).throw(RuntimeError("no home")))
+    said = command("doctor")
+    assert (said.code, said.err) == (0, "")
+    for text in ("none: the data folder ~/.cache/fedobp/data has no home folder", "none: there is no home folder"):
+        assert text in said.out
+    assert command("doctor", "--json").json["data"]["folder"] is None
+
+
 def test_names_with_brackets_are_shown_as_they_are(command, tmp_path):
     place = tmp_path / "[bold]data[red]"
     place.mkdir()
@@ -57,6 +70,27 @@ def test_a_machine_with_a_card(command, monkeypatch):
     said = command("doctor")
     assert "NVIDIA L4, compute capability 8.9, 21.5 GB of 25.8 GB free, 2 cards" in said.out
     assert "off in bf16: Triton fails" in said.out
+
+
+def test_a_card_without_free_memory(command, monkeypatch):
+    def checked(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.67 GiB.")
+
+    card = {**CARD._asdict(), "count": 1, "memory": {"total": 24 << 30, "free": 0}}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "card_of", lambda device: CARD)
+    monkeypatch.setattr(doctor, "_device", lambda device: card)
+    for name, value in (
+        ("triton_problem", lambda *, launches: None),
+        ("known_table", lambda card, precision: shipped_table((9, 0), "bf16")),
+        ("_compiled", lambda card, table, precision: []),
+        ("checked", checked),
+    ):
+        monkeypatch.setattr(f"fedobp.engine.kernels.diagnosis.{name}", value)
+    monkeypatch.setattr("fedobp.engine.kernels.checks.hazard_check", lambda card: HazardCheck(True, "finds the race"))
+    kernels = command("doctor", "--json").json["kernels"]
+    assert not kernels["on"]
+    assert "too little memory for the self-check (CUDA out of memory" in kernels["why"]
 
 
 @pytest.fixture
@@ -90,6 +124,13 @@ def test_without_triton_it_says_what_is_missing(process, tmp_path):
     assert (said.code, said.err) == (0, "")
     assert "off in bf16: the fused kernels need Triton, which CUDA builds" in " ".join(said.out.split())
     assert "shipped with fedobp, hash" in said.out
+
+
+def test_a_triton_that_is_damaged_is_said(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", object())
+    kernels = command("doctor", "--card", "9.0", "--json").json["kernels"]
+    assert "need a working Triton, and this one fails" in kernels["why"]
+    assert kernels["table"]["source"] == "shipped"
 
 
 def test_interpreted_kernels_are_not_compiled(command):

@@ -4,12 +4,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from fedobp.progress import shown_by
 
 if TYPE_CHECKING:
     from fedobp.launch import Progress
+
+_TOGETHER = 0.1  # seconds: rounds of runs side by side end nearly at once, and tell the speed only together
+_WINDOW = 600.0  # seconds over which the speed is estimated: some rounds, also where one takes minutes
 
 
 def _bars_disabled() -> bool:
@@ -55,14 +59,21 @@ def round_progress(runs: int) -> Iterator[Callable[[str, "Progress"], None]]:
         bars.TextColumn("{task.fields[speed]}"),
         bars.TimeRemainingColumn(elapsed_when_finished=True),
     )
-    with bars.Progress(*columns, console=Console(stderr=True)) as shown:
+    with bars.Progress(
+        *columns, console=Console(stderr=True), get_time=monotonic, speed_estimate_period=_WINDOW
+    ) as shown:
         task = shown.add_task("starting", total=None, round=0, rounds="?", accuracy="", speed="")
+        waiting, last = 0, float("-inf")
 
         def advance(label: str, at: "Progress") -> None:
+            nonlocal waiting, last
+            now, waiting, step = monotonic(), waiting + 1, 0
+            if now > last + _TOGETHER:
+                waiting, last, step = 0, now, waiting
             speed = shown.tasks[0].speed
             shown.update(
                 task,
-                advance=1,
+                advance=step,
                 total=runs * at.rounds,
                 description=label,
                 round=at.round,
@@ -73,3 +84,4 @@ def round_progress(runs: int) -> Iterator[Callable[[str, "Progress"], None]]:
 
         with shown_by(lambda what, share: shown.update(task, description=f"{what} {share:.0%}")):
             yield advance
+        shown.update(task, advance=waiting)

@@ -55,7 +55,7 @@ def sweep(
     model_set: ModelSet = None,
     out: Out = None,
     max_minutes: Annotated[
-        float | None, typer.Option(help="Stop cleanly after this long; called again, it goes on.", min=0)
+        float | None, typer.Option(help="Stop cleanly after this long; `fedobp sweep FOLDER` goes on.", min=0)
     ] = None,
     shard: Annotated[
         str | None, typer.Option(metavar="I/N", help="Train part I of N of the launches only, such as 1/4.")
@@ -73,9 +73,9 @@ def sweep(
     track: Track = None,
     as_json: Json = False,
 ) -> None:
-    """Train a grid of runs into one folder, as many side by side as fit; called again, it goes on.
+    """Train a grid of runs into one folder, as many side by side as fit.
 
-    What is finished is skipped. With --val-ratio, values are compared on the validation parts.
+    Called again for the same folder, it goes on. With --val-ratio, values are compared on the validation parts.
 
     [bold]Examples[/bold]
 

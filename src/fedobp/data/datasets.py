@@ -36,7 +36,8 @@ def data_dir(given: str | None = None) -> Path:
     try:
         return folder.expanduser()
     except RuntimeError as error:  # the home folder of a user that does not exist
-        raise FedobpError(f"the data folder {short(folder)} has no home folder: write its whole path") from error
+        message = f"the data folder {short(folder)} has no home folder: give --data-dir or FEDOBP_DATA its whole path"
+        raise FedobpError(message) from error
 
 
 def dataset_names(folder: Path) -> list[str]:

@@ -28,7 +28,7 @@ def doctor_table(found: Mapping[str, Any]) -> RenderableType:
         ("not installed", ", ".join(missing) or "none"),
         ("CUDA", _device(found)),
         *_kernel_rows(found["kernels"]),
-        ("data", f"{data['folder']}: {data['problem'] or ', '.join(data['datasets'])}"),
+        ("data", f"{data['folder'] or 'none'}: {data['problem'] or ', '.join(data['datasets'])}"),
         (
             "memory",
             f"{format_bytes(memory['free'])} of {format_bytes(memory['total'])} free, {found['threads']} threads",

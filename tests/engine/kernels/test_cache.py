@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -6,6 +5,7 @@ import pytest
 from engine.kernels.interpreted import WITHOUT_GPU
 from fedobp.engine.kernels import cache
 from fedobp.engine.kernels.cards import Card
+from fedobp.files import write_checked_json
 
 pytestmark = WITHOUT_GPU
 CARD = Card((8, 9), 99 * 1024, "NVIDIA L4")
@@ -44,11 +44,17 @@ def test_a_damaged_file_counts_as_absent(content):
     assert cache.load("tiles", key) is None
 
 
+def test_a_file_with_another_number_counts_as_absent():
+    key = cache.key_for(CARD, "bf16")
+    path = cache.save("tiles", key, [64, 32])
+    path.write_text(path.read_text().replace("64", "0"))
+    assert cache.load("tiles", key) is None
+
+
 def test_a_file_of_another_key_counts_as_absent():
     key = cache.key_for(CARD, "bf16")
     path = cache.save("tiles", key, [1])
-    saved = json.loads(path.read_text())
-    path.write_text(json.dumps({**saved, "key": {**key, "card": "another"}}))
+    write_checked_json(path, {"key": {**key, "card": "another"}, "content": [1]})
     assert cache.load("tiles", key) is None
 
 

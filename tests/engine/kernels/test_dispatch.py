@@ -263,6 +263,8 @@ class Broken:
         (None, "need Triton, which CUDA builds of torch bring on Linux (pip install 'triton>=3.6,<3.8')"),
         (Other("3.5.1"), "need Triton 3.6 or newer, and this is 3.5.1 (update torch)"),
         (Other("2.3.0"), "need Triton 3.6 or newer, and this is 2.3.0 (update torch)"),
+        (Other("main"), "need a working Triton, and this one fails (invalid literal for int() with base 10: 'main')"),
+        (object(), "need a working Triton, and this one fails ('object' object has no attribute '__version__')"),
         (Broken(), "need a working Triton, and this one fails (Failed to find C compiler. Please specify one.)"),
     ],
 )

@@ -130,10 +130,10 @@ def test_loops_are_executed_to_their_end():
     assert hazards(long.replace("eq, %i", "slt, %c39")) == []
 
 
-def test_a_copy_that_is_masked_out_writes_nothing():
-    """Two slots are enough for a loop of two products: nothing is left to copy."""
-    assert hazards(pipeline(2, 1, iterations=2, mask="mask")) == []
-    assert hazards(pipeline(2, 1, iterations=2)) == OVERWRITTEN
+def test_a_copy_that_is_masked_out_writes_zeros():
+    """Two slots are too few for a loop of two products, although nothing is left to copy."""
+    assert hazards(pipeline(2, 1, iterations=2, mask="mask")) == OVERWRITTEN
+    assert hazards(pipeline(3, 1, iterations=2, mask="mask")) == []
 
 
 def test_synchronous_products_cannot_race():
@@ -217,6 +217,13 @@ def test_sums_are_used_after_their_product():
     assert hazards(program(start + tensor_product("a", "a", "sums1", "done", "false") + use)) == []
 
 
+def test_a_barrier_is_kept_until_its_product_has_told_it():
+    start = alloc("a") + barrier("done") + "    %sums1 = ttng.tmem_alloc : () -> !ttg.memdesc<x>\n"
+    one, end = tensor_product("a", "a", "sums1", "done"), f"    ttng.inval_barrier %done : {BARRIER}\n"
+    assert hazards(program(start + one + end)) == ["%done is freed while a product reads it"]
+    assert hazards(program(start + one + wait("done", "c0") + end)) == []
+
+
 def test_an_operand_in_tensor_memory_is_not_overwritten_either():
     start = alloc("b") + barrier("done")
     start += "".join(f"    %{name} = ttng.tmem_alloc : () -> !ttg.memdesc<x>\n" for name in ("a", "sums1"))
@@ -266,6 +273,8 @@ def test_blocks_are_executed_in_the_order_of_their_jumps():
         ("    %w = ttg.async_wait %g\n", "ttg.async_wait has no num"),
         (f"    ttg.local_store : {TILE}\n", "in a form that is not known"),
         (wait("a", "unknown"), "a phase that is not known"),
+        (wait("a", "c0", ", %unknown"), "a condition that is not known"),
+        (tensor_product("a", "a", "a", "a", "unknown"), "a condition that is not known"),
         ("    }\n    }\n    }\n", "brackets do not match"),
     ],
 )

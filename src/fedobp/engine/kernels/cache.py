@@ -1,6 +1,6 @@
 """What was found out on this machine about its cards: tuned tables and passed checks, one JSON file each.
 
-A file is found by its key: what its content depends on. A file that cannot be read counts as absent.
+A file is found by its key: what its content depends on. A file that is damaged or cannot be read counts as absent.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import torch
 from fedobp._version import __version__
 from fedobp.engine.kernels.cards import Card
 from fedobp.errors import FedobpError
-from fedobp.files import regular, user_cache, write_json
+from fedobp.files import read_checked_json, user_cache, write_checked_json
 
 Key = Mapping[str, Any]
 _kept: dict[str, Any] = {}  # by a file's name: what is not in a file
@@ -43,7 +43,7 @@ def load(kind: str, key: Key) -> Any:
     name = _name(kind, key)
     with suppress(OSError, FedobpError, ValueError, KeyError, TypeError, RecursionError):
         if folder := cache_folder():
-            saved = json.loads(regular(folder / name).read_text(encoding="utf-8"))
+            saved = read_checked_json(folder / name)
             if saved["key"] == dict(key):
                 return saved["content"]
     return _kept.get(name)
@@ -55,7 +55,7 @@ def save(kind: str, key: Key, content: Any) -> Path | None:
     try:
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / name, {"key": dict(key), "content": content})
+            write_checked_json(folder / name, {"key": dict(key), "content": content})
             return folder / name
     except (OSError, FedobpError) as error:
         warnings.warn(f"{folder} cannot be written ({error}), so this is done again next time", stacklevel=2)

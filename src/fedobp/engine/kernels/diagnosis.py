@@ -1,6 +1,5 @@
 """What the kernels would do on a card, whether or not it is there: for `fedobp doctor`, and for tests."""
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +8,7 @@ from fedobp.engine.kernels.cards import Card
 from fedobp.engine.kernels.dispatch import Unusable, card_problem, checked, known_table, triton_problem
 from fedobp.engine.kernels.shared_memory import fitting_table
 from fedobp.engine.kernels.tiles import EXACT, Table, Tiles, default_table, shipped_table
+from fedobp.errors import first_line
 from fedobp.models import Model
 from fedobp.progress import report
 
@@ -23,7 +23,10 @@ def diagnosis(card: Card, precision: "KernelPrecision", *, present: bool) -> dic
     Where Triton is installed, the kernels of the paper's CIFAR10 step are compiled for the card, with the first and
     the last entry of the table, and checked. `present` says that the card is in this machine.
     """
-    table = _table(card, precision)
+    problem = card_problem(card) or triton_problem(launches=present)
+    # The user's own tables are kept by Triton's version.
+    known = shipped_table(card.capability, precision) if problem else known_table(card, precision)
+    table = known or default_table(card.capability)  # from which a run would tune first
     found: dict[str, Any] = {
         "card": card.name,
         "capability": card.version,
@@ -33,7 +36,7 @@ def diagnosis(card: Card, precision: "KernelPrecision", *, present: bool) -> dic
         "hazards": None,
         "kernels": [],
     }
-    if problem := card_problem(card) or triton_problem(launches=present):
+    if problem:
         return {**found, "on": False, "why": problem}
     from fedobp.engine.kernels.checks import hazard_check
 
@@ -54,13 +57,9 @@ def diagnosis(card: Card, precision: "KernelPrecision", *, present: bool) -> dic
         checked(Model("cnn", (3, 32, 32), 10), 32, precision, "auto", torch.device("cuda"))
     except Unusable as reason:
         return {**found, "on": False, "why": str(reason)}
+    except torch.OutOfMemoryError as error:
+        return {**found, "on": False, "why": f"the card has too little memory for the self-check ({first_line(error)})"}
     return {**found, "on": True, "why": f"{why}; the self-check has passed"}
-
-
-def _table(card: Card, precision: str) -> Table:
-    """Return the table that a run would use; where it would tune first, what it would start from."""
-    known = known_table(card, precision) if find_spec("triton") else shipped_table(card.capability, precision)
-    return known or default_table(card.capability)
 
 
 def _compiled(card: Card, table: Table, precision: "KernelPrecision") -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ import os
 import warnings
 from functools import cache
 from importlib import import_module
-from subprocess import SubprocessError
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -147,11 +146,12 @@ def triton_problem(*, launches: bool = True) -> str | None:
             return "the fused kernels cannot be compiled while TRITON_INTERPRET is set (unset it)"
         if launches:
             triton.runtime.driver.active.utils  # builds the launcher with the machine's C compiler  # noqa: B018
-    except ImportError:
-        return (
-            f"the fused kernels need Triton, which CUDA builds of torch bring on Linux (pip install 'triton{TRITON}')"
-        )
-    except (RuntimeError, OSError, SubprocessError) as error:
+    except Exception as error:  # a damaged installation may raise anything
+        if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+            return (
+                "the fused kernels need Triton, which CUDA builds of torch bring on Linux (pip install "
+                f"'triton{TRITON}')"
+            )
         return f"the fused kernels need a working Triton, and this one fails ({first_line(error)})"
     return None
 

@@ -36,7 +36,7 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "sge": operator.ge, "ult": operator.lt, "ule": operator.le, "ugt": operator.gt, "uge": operator.ge,
 }  # fmt: skip
 _VIEWS = ("ttg.memdesc_trans", "ttg.memdesc_reshape", "ttg.memdesc_reinterpret", "ttg.memdesc_subslice")
-_NO_ACCESS = ("ttng.inval_barrier", "ttng.fence_async_shared")
+_NO_ACCESS = ("ttng.fence_async_shared",)
 
 
 class UnreadableError(Exception):
@@ -300,10 +300,8 @@ class _Execution:
         elif name in _VIEWS or name == "ttng.tmem_subslice":
             self._set(one, *self._of(one.operands[:1]))
         elif name == "ttg.async_copy_global_to_local":
-            mask = re.search(r"mask (%\S+)", one.text)
-            if not mask or self._values.get(mask[1]) != 0:
-                self._write(self._slot(one, 1))
-                now.uncommitted.append(self._slot(one, 1))
+            self._write(self._slot(one, 1))  # where it is masked out it writes zeros
+            now.uncommitted.append(self._slot(one, 1))
         elif name == "ttg.async_commit_group":
             now.groups.append(now.uncommitted)
             now.uncommitted = []
@@ -314,6 +312,8 @@ class _Execution:
             self._read(self._slot(one, 0))
         elif name == "ttg.local_store":
             self._write(self._slot(one, 1))
+        elif name == "ttng.inval_barrier":
+            self._write(self._slot(one, 0), "freed")
         elif name == "ttg.local_dealloc":
             self._write(Slot(self._slot(one, 0).buffer), "freed")
         elif name == "ttng.warp_group_dot":
@@ -369,12 +369,18 @@ class _Execution:
 
     def _tensor_product(self, one: _Operation) -> None:
         """Start a product of 10.0: `mma a, b, sums, use_sums, predicate, barrier[predicate]`."""
-        if self._values.get(one.operands[4]) == 0:
+        if not self._is_on(one.operands[4]):
             return
         reads, sums, barrier = self._operands(one, 2), self._slot(one, 2), self._slot(one, 5)
         phase = self._now.arrivals.get(barrier, 0)
         self._now.arrivals[barrier] = phase + 1
-        self._now.products.append(_Product(reads, sums, barrier, phase))
+        self._now.products.append(_Product((*reads, barrier), sums, barrier, phase))
+
+    def _is_on(self, predicate: str) -> bool:
+        value = self._values.get(predicate)
+        if not isinstance(value, int):
+            raise UnreadableError("it starts a product, or waits for one, on a condition that is not known")
+        return value != 0
 
     def _wait(self, one: _Operation) -> None:
         """Wait until the phase of a barrier with the given parity is over; products end in order.
@@ -382,7 +388,7 @@ class _Execution:
         The operation is `wait barrier, parity[, predicate] [deps ...]`.
         """
         predicate = _NAME.findall(one.text.split(" deps ")[0].split(" : ")[0])[2:]
-        if predicate and self._values.get(predicate[0]) == 0:
+        if predicate and not self._is_on(predicate[0]):
             return
         barrier, parity = self._slot(one, 0), self._values.get(one.operands[1])
         if not isinstance(parity, int):
