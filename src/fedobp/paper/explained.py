@@ -301,7 +301,7 @@ def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
     """Draw the bias of the entries against log p, and the accuracies, for FedOBP's rule and the rms rule."""
     figure, axes = panels(len(setting.cells()), 3, height=2.6, width_ratios=(1.15, 1.15, 1))
     for line, (dataset, alpha) in zip(axes, setting.cells(), strict=True):
-        line[0].set_ylabel("bias of the entries, likewise")
+        line[0].set(title=f"{title(dataset)}, Dir({alpha:g})", ylabel="bias of the entries, likewise")
         for at, (rule, text) in enumerate(RULES.items()):
             rows = where(files["results"], dataset=dataset, alpha=alpha, rule=rule)
             points = where(files["classes"], dataset=dataset, alpha=alpha, rule=rule)

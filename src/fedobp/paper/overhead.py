@@ -232,6 +232,7 @@ def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
     figure, axes = panels(len(setting.datasets), 2, width=2 * COLUMN, height=1.9, sharey="row")
     for line, dataset in zip(axes, setting.datasets, strict=True):
         rows = where(files["results"], dataset=dataset)
+        line[0].set_title(title(dataset))
         if not rows:
             continue
         names = [SCORES[row["score"]] for row in rows]

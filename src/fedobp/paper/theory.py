@@ -244,7 +244,11 @@ def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
     figure, axes = panels(len(setting.cells()), 2, width=PAGE, height=2.5)
     for line, (dataset, alpha) in zip(axes, setting.cells(), strict=True):
         entries = where(files["entries"], dataset=dataset, alpha=alpha)
-        last = max((row["round"] for row in entries), default=0)
+        line[0].set_title(f"{title(dataset)}, Dir({alpha:g})")
+        line[1].set_title("drift from a common model")
+        if not entries:  # a logarithmic axis needs points
+            continue
+        last = max(row["round"] for row in entries)
         for place, (kind, text) in enumerate(DRAWN.items()):
             of = [
                 row for row in where(entries, drawn=kind, round=last) if row["squared"] > 0 and row["loss_change"] > 0
@@ -268,7 +272,7 @@ def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
         ):
             shown = {**style(place // 2 + 3), "linestyle": look, "marker": "o" if look == "-" else ""}
             line[1].plot(steps, [row[column] for row in drift], label=text, **shown)
-        line[1].set(xlabel="step s of local training", ylabel="largest distance", title="drift from a common model")
+        line[1].set(xlabel="step s of local training", ylabel="largest distance")
         whole_numbers(line[1])
     legend(figure, axes, 3)
     return {"figure": figure}
