@@ -121,3 +121,22 @@ def test_the_ablation_has_a_panel_for_each_alpha():
         "CIFAR10, Dir(0.1), score: squared (eq. 19)": [[87.0]],
         "CIFAR10, Dir(0.5), score: squared (eq. 19)": [[70.0]],
     }
+
+
+def test_what_does_not_end_in_time_is_given_up_and_measured_again(tmp_path):
+    work = Work(tmp_path)
+
+    def compute():
+        work.until = 0.0  # the time ends in the middle of it
+        work.advance("round 1", 0.5)
+        raise AssertionError("it went on")
+
+    assert work.once("theory", "digits", compute) == {}
+    assert work.notes == ["digits is not measured: the time is over, call the same command again"]
+    assert Work(tmp_path).once("theory", "digits", lambda: {"results": [{"a": 1}]}) == {"results": [{"a": 1}]}
+
+
+def test_what_is_kept_has_texts_that_look_like_numbers(tmp_path):
+    found = {"results": [{"dataset": "1e5", "torch": "2.10", "seed": 42}]}
+    work = Work(tmp_path)
+    assert work.once("theory", "1e5", lambda: found) == work.once("theory", "1e5", dict) == found

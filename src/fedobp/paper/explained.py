@@ -91,7 +91,7 @@ def train_run(config: Config, work: Work, label: str) -> Trained:
     simulation = simulate(federation.plan(config, federation.method), engine, Budget(memory_for(config, "store")))
     run = simulation.run
     for number in range(1, config.rounds + 1):
-        work.progress(f"{label}, round {number}", number / config.rounds)
+        work.advance(f"{label}, round {number}", number / config.rounds)
         train(engine, [simulation], [[job] for job in run.plan(number)])
     run.settle()
     theta = run.server["theta"]
