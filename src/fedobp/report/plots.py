@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FORMATS = (".png", ".pdf", ".svg")
 MARK = "fedobp plot"  # in the metadata of a file, by which it is known as ours
 _LEGEND_ROW, _TITLE_LINE = 0.17, 0.14  # inches
-_TITLE = 44  # characters that fit above a panel
+_TITLE = 38  # characters that fit above a panel
 
 
 def _time(section: Section) -> list[Panel]:
