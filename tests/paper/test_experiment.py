@@ -8,7 +8,7 @@ from fedobp.paper.experiment import Case, Work, describe_setting, setting_for
 from fedobp.paper.figures import drawing
 from fedobp.paper.published import TABLE1, TABLE2
 from fedobp.paper.registry import EXPERIMENTS
-from paper.cases import setting
+from paper.cases import row, setting
 
 
 def test_full_scale_is_the_papers_setting():
@@ -95,6 +95,21 @@ def test_figures_of_more_datasets_than_the_papers_have_room(name):
     with drawing():
         [figure] = EXPERIMENTS[name].figures(found, {"results": [], "history": []}).values()
         assert crowded(figure) == []
+
+
+def test_figures_of_one_dataset_have_room_for_their_legends():
+    rates = [
+        row("decoupled", participation=rate, score=score)
+        for rate in (0.1, 0.5)
+        for score in ("OBP, q = 0.99998", "gradient, q = 0.99998", "Fisher, q = 0.99998", "gradient, q = 0.1")
+    ]
+    scaled = [row(dataset="organamnist", normalize=scaling) for scaling in ("dataset", "as-published")]
+    with drawing():
+        for name, rows in (("participation", rates), ("medmnist", scaled)):
+            found = setting_for(EXPERIMENTS[name], datasets=[rows[0]["dataset"]], alphas=[0.1])
+            [figure] = EXPERIMENTS[name].figures(found, {"results": rows}).values()
+            assert len(figure.legends[0].get_texts()) == 4
+            assert crowded(figure) == []
 
 
 def crowded(figure):

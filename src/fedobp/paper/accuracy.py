@@ -274,7 +274,7 @@ def scaling_figures(setting: Setting, files: Files) -> "dict[str, Figure]":
         ax.set_title(f"{title(dataset)}, Dir({alpha:g})")
         ax.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
         ax.set_ylabel("accuracy, per cent")
-    legend(figure, axes, 4)
+    legend(figure, axes, 4 if wide == PAGE else 2)
     return {"figure": figure}
 
 

@@ -348,7 +348,7 @@ def rate_figures(setting: Setting, files: Files) -> "dict[str, Figure]":
         ax.minorticks_off()
     for ax in axes[:, 0]:
         ax.set_ylabel("accuracy, per cent")
-    legend(figure, axes, 3)
+    legend(figure, axes, columns + 1)
     return {"figure": figure}
 
 
