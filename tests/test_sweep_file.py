@@ -133,6 +133,7 @@ def test_an_empty_file_is_one_default_run(tmp_path):
         ("[settings]\nseed = [1, 2]\n[[runs]]\nname = 'a'", "two runs that are called a: .* and single values"),
         ("memory = 'much'", "`memory` in .* must be a number of GiB"),
         ("memory = nan", "`memory` in .* must be a number of GiB"),
+        ("memory = inf", "`memory` in .* must be a number of GiB"),
         ("launches = 3", "must be a list of launches, each a list of runs"),
         ("launches = [[]]", "must be a list of launches, each a list of runs"),
         ("launches = [['none']]", "names 'none', which is none of its runs"),

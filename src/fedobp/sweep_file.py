@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,7 +79,7 @@ def read_sweep_file(path: Path) -> SweepFile:
         if name not in keys:
             raise unknown(f"key in {where}", name, keys)
     memory = given.get("memory")
-    if memory is not None and (not isinstance(memory, int | float) or isinstance(memory, bool) or not memory > 0):
+    if memory is not None and (not isinstance(memory, int | float) or isinstance(memory, bool) or not 0 < memory < inf):
         raise FedobpError(f"`memory` in {where} must be a number of GiB, not '{short(memory)}'")
     runs = expand(given, path)
     return SweepFile(runs, _launches(given["launches"], runs, where) if "launches" in given else None, memory)

@@ -11,6 +11,7 @@ from fedobp.saved_runs import find_runs
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DATASET = "<script>alert(1)</script>" + "x" * 60
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
 
 
@@ -32,7 +33,7 @@ def report(tmp_path_factory):
             for at, method in enumerate(("fedobp", "fedavg", "local")):
                 rows = clients_of(30, lambda i, at=at: float((i * (at + 7)) % 101))
                 write_run(
-                    folder, method, seed, 80 - 9 * at, clients=rows, alpha=alpha, dataset="<script>alert(1)</script>",
+                    folder, method, seed, 80 - 9 * at, clients=rows, alpha=alpha, dataset=DATASET,
                     name=f"{method}{alpha}{seed}",
                 )  # fmt: skip
     return write_report(folder / "report.html", find_runs([folder]))
@@ -73,7 +74,7 @@ def centre(page, locator):
 
 def test_the_page_opens_from_disk_and_its_figures_are_there(opened):
     page = opened()
-    assert page.title() == "3 methods on <script>alert(1)</script>"
+    assert page.title() == f"3 methods on {DATASET}"
     drawn = page.locator("figure svg[role=img]:visible")
     # In each setting: accuracy, one dot plot, three stacks, three heat maps, bytes and time.
     assert drawn.count() == 2 * (1 + 1 + 3 + 3 + 2)

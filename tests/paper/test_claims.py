@@ -105,9 +105,9 @@ def test_convergence_within_a_point_by_round_200():
     assert "CIFAR100 0.5: from round 200 on" in found.evidence
 
 
-def sweep(score, pool, values, dataset="cifar10"):
+def sweep(score, pool, values, dataset="cifar10", **more):
     return [
-        swept(q, pooled, dataset=dataset, method="decoupled", set={"score": score, "pool": pool})
+        swept(q, pooled, dataset=dataset, method="decoupled", set={"score": score, "pool": pool}, **more)
         for q, pooled in values.items()
     ]
 
@@ -199,3 +199,19 @@ def test_runs_of_sweeps_are_no_rows_of_the_tables():
         assert is_standard(swept(0.99998, 80.0, method="decoupled", set={"pool": "global", **more})) == standard
     assert not is_standard(row("local", normalize="as-published"))
     assert not is_standard(row("fedobp", participation=0.5))
+
+
+def test_runs_with_other_clients_rates_or_scalings_judge_no_claim(tmp_path):
+    values = {0.0: 90.0, 0.9: 93.0, 0.99: 95.0, 0.999: 95.5, 0.99993: 96.6, 1.0: 87.0}
+    others = [{"participation": 1.0}, {"normalize": "train"}, {"clients": 20}, {"partition": "iid"}, {"parts": "x=1"}]
+    rows = sweep("squared", "global", values, "fmnist")
+    rows += [one for more in others for one in sweep("squared", "global", {0.99993: 80.0}, "fmnist", **more)]
+    write_rows(tmp_path / "results.csv", rows)
+    found = verdict(read_evidence([tmp_path]), "score.fmnist")
+    assert "OBP: best at q = 0.99993 (96.60)" in found.evidence
+
+
+def test_the_ablation_is_no_part_of_the_communication_claim():
+    rows = [swept(q, pooled) for q, pooled in {0.0: 80.0, 0.9: 83.0, 1.0: 57.0}.items()]
+    rows += [swept(q, 86.0, set={"norm": "layer"}) for q in (0.99, 0.999)]  # 5 quantiles with these
+    assert "CIFAR10," in verdict(Evidence(rows), "comm").evidence  # not measured: too few quantiles

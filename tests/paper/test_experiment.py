@@ -1,10 +1,14 @@
 """Settings of experiments, their runs, and what is kept between calls."""
 
+from itertools import combinations
+
 import pytest
 
 from fedobp.paper.experiment import Case, Work, describe_setting, setting_for
+from fedobp.paper.figures import drawing
+from fedobp.paper.published import TABLE1, TABLE2
 from fedobp.paper.registry import EXPERIMENTS
-from paper.cases import setting
+from paper.cases import row, setting
 
 
 def test_full_scale_is_the_papers_setting():
@@ -80,4 +84,74 @@ def test_tables_and_figures_are_made_without_any_result(name):
     files = {stem: [] for stem in ("results", "history", "layers", "clients", "entries", "drift", "classes")}
     found = setting_for(experiment)
     assert all(table.markdown() and table.latex() for table in experiment.tables(found, files))
-    experiment.figures(found, files)
+    with drawing():
+        for figure in experiment.figures(found, files).values():
+            assert crowded(figure) == []
+
+
+@pytest.mark.parametrize("name", ["table1", "convergence", "medmnist", "participation", "quantiles"])
+def test_figures_of_more_datasets_than_the_papers_have_room(name):
+    found = setting_for(EXPERIMENTS[name], datasets=[*TABLE1, TABLE2[0]], alphas=[0.1])
+    with drawing():
+        [figure] = EXPERIMENTS[name].figures(found, {"results": [], "history": []}).values()
+        assert crowded(figure) == []
+
+
+def test_figures_of_one_dataset_have_room_for_their_legends():
+    rates = [
+        row("decoupled", participation=rate, score=score)
+        for rate in (0.1, 0.5)
+        for score in ("OBP, q = 0.99998", "gradient, q = 0.99998", "Fisher, q = 0.99998", "gradient, q = 0.1")
+    ]
+    scaled = [row(dataset="organamnist", normalize=scaling) for scaling in ("dataset", "as-published")]
+    with drawing():
+        for name, rows in (("participation", rates), ("medmnist", scaled)):
+            found = setting_for(EXPERIMENTS[name], datasets=[rows[0]["dataset"]], alphas=[0.1])
+            [figure] = EXPERIMENTS[name].figures(found, {"results": rows}).values()
+            assert len(figure.legends[0].get_texts()) == 4
+            assert crowded(figure) == []
+
+
+def crowded(figure):
+    """Return the titles and labels that overlap others, or that the figure cuts off."""
+    figure.draw_without_rendering()
+    texts = [text for ax in figure.axes for text in (ax.title, ax.xaxis.label) if text.get_text()]
+    texts += [text for legend in figure.legends for text in legend.get_texts()]
+    boxes = {text: text.get_window_extent() for text in texts}
+    cut = [text for text, box in boxes.items() if box.x0 < 0 or box.x1 > figure.bbox.x1 + 1]
+    return cut + [a for a, b in combinations(texts, 2) if boxes[a].overlaps(boxes[b])]
+
+
+def test_the_ablation_has_a_panel_for_each_alpha():
+    """Two alphas are never one curve."""
+    rows = [
+        {"run": "", "dataset": "cifar10", "alpha": alpha, "seed": 42, "round": 400, "pooled": pooled,
+         "score": "squared", "variant": "none"}
+        for alpha, pooled in ((0.1, 87.0), (0.5, 70.0))
+    ]  # fmt: skip
+    found = setting_for(EXPERIMENTS["ablation"], datasets=["cifar10"], alphas=[0.1, 0.5])
+    figure = EXPERIMENTS["ablation"].figures(found, {"history": rows})["figure"]
+    drawn = {ax.get_title(): [list(line.get_ydata()) for line in ax.lines] for ax in figure.axes if ax.lines}
+    assert drawn == {
+        "CIFAR10, Dir(0.1), score: squared (eq. 19)": [[87.0]],
+        "CIFAR10, Dir(0.5), score: squared (eq. 19)": [[70.0]],
+    }
+
+
+def test_what_does_not_end_in_time_is_given_up_and_measured_again(tmp_path):
+    work = Work(tmp_path)
+
+    def compute():
+        work.until = 0.0  # the time ends in the middle of it
+        work.advance("round 1", 0.5)
+        raise AssertionError("it went on")
+
+    assert work.once("theory", "digits", compute) == {}
+    assert work.notes == ["digits is not measured: the time is over, call the same command again"]
+    assert Work(tmp_path).once("theory", "digits", lambda: {"results": [{"a": 1}]}) == {"results": [{"a": 1}]}
+
+
+def test_what_is_kept_has_texts_that_look_like_numbers(tmp_path):
+    found = {"results": [{"dataset": "1e5", "torch": "2.10", "seed": 42}]}
+    work = Work(tmp_path)
+    assert work.once("theory", "1e5", lambda: found) == work.once("theory", "1e5", dict) == found

@@ -75,7 +75,7 @@ def found(tmp_path, monkeypatch):
     ]
     rows += [row("fedobp", pooled=90.0, **common)]  # serves no single model
     rows += [row("fedavg", 43, **{**common, "partition_hash": "another"})]
-    rows += [row("scaffold", **{**common, "dataset": "mnist"})]
+    rows += [row("scaffold", **{**common, "dataset": "mnist", "clients": 100})]
     (tmp_path / "results").mkdir()
     write_rows(tmp_path / "results" / "results.csv", rows)
     return tmp_path / "results", labels

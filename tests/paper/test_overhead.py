@@ -1,9 +1,14 @@
 """What the scores cost a client."""
 
+import pytest
 import torch
 
+from fedobp.errors import FedobpError
 from fedobp.importance import squared
-from fedobp.paper.overhead import PeakMemory, operations
+from fedobp.paper.experiment import Work, setting_for
+from fedobp.paper.overhead import PeakMemory, measure, operations
+from fedobp.paper.registry import EXPERIMENTS
+from paper.cases import setting
 
 
 def test_operations_are_counted():
@@ -30,3 +35,19 @@ def test_peak_memory_is_of_tensors_that_live_at_one_time():
     with PeakMemory() as memory:
         a.view(10, 100).add_(1)  # nothing new
     assert memory.peak == 0
+
+
+def test_a_dataset_is_measured_once(tmp_path, monkeypatch):
+    def measured(config, model, samples, seconds):
+        return [{"dataset": config.dataset, "seconds": 0.5}]
+
+    monkeypatch.setattr("fedobp.paper.overhead.measure_client", measured)
+    digits = setting_for(EXPERIMENTS["overhead"], scale="smoke")
+    first = measure(digits, Work(tmp_path))
+    assert first == {"results": [{"dataset": "digits", "seconds": 0.5}]}
+    assert measure(digits, Work(tmp_path, until=0.0)) == first
+
+
+def test_a_dataset_of_unknown_size_is_a_user_error(tmp_path):
+    with pytest.raises(FedobpError, match="and own is none of them: choose from digits"):
+        measure(setting(datasets=("own",)), Work(tmp_path))

@@ -33,4 +33,4 @@ def test_latex():
 
 
 def test_latex_escapes_all_special_characters():
-    assert latex("_#$~^\\") == r"\_\#\$\textasciitilde{}\textasciicircum{}/"
+    assert latex("_#$~^{}\\") == r"\_\#\$\textasciitilde{}\textasciicircum{}\{\}\textbackslash{}"

@@ -284,6 +284,14 @@ def test_names_in_the_files_of_runs_are_escaped(tmp_path, evil):
     assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
 
 
+def test_numbers_in_labels_keep_their_digits_in_figures(tmp_path):
+    for q in (0.99, 0.999):
+        write_run(tmp_path, options={"q": q}, method="fedobp", name=f"q{q}", clients=clients_of(4, lambda i: 70.0 + i))
+    text = report_html(find_runs([tmp_path]))
+    labels = re.findall(r"<text[^>]*>(?:clients, sorted by )?fedobp, q=([\d.]+)</text>", text)
+    assert labels.count("0.99") == labels.count("0.999") > 0
+
+
 def test_the_same_runs_give_the_same_bytes(study):
     assert report_html(find_runs([study])) == report_html(find_runs([study]))
     assert report_html(find_runs([study])) == report_html(find_runs(sorted(study.iterdir(), reverse=True)))

@@ -91,3 +91,14 @@ def test_every_figure_is_drawn_with_names_in_any_script(tmp_path):
 def test_many_groups_look_different():
     assert len({look(index) for index in range(28)}) == 28
     assert len({(look(index).colour, look(index).line) for index in range(28)}) == 28
+
+
+def test_long_titles_are_wrapped_and_leave_the_panels_their_width(tmp_path):
+    for alpha in (0.1, 0.5):
+        write_run(tmp_path, name=str(alpha), dataset="x" * 100, alpha=alpha)
+    figure = plot_runs(find_runs([tmp_path]), "accuracy")
+    figure.draw_without_rendering()
+    assert len(figure.axes) == 2
+    for ax in figure.axes:
+        assert ax.get_position().width > 0.35
+        assert ax.get_title(loc="left").replace("\n", "").startswith("x" * 100)

@@ -89,16 +89,16 @@ def _keys() -> list[tuple[str, str]]:
 
 
 def variant_figures(setting: Setting, files: Files) -> "dict[str, Figure]":
-    """Draw the accuracy of all variants over the rounds, a panel for each dataset and formula."""
-    figure, axes = panels(len(setting.datasets), len(SCORES), height=2.0, sharey="row")
-    for line, dataset in zip(axes, setting.datasets, strict=True):
+    """Draw the accuracy of all variants over the rounds, a panel for each dataset, alpha and formula."""
+    figure, axes = panels(len(setting.cells()), len(SCORES), height=2.0, sharey="row")
+    for line, (dataset, alpha) in zip(axes, setting.cells(), strict=True):
         for ax, (score, name) in zip(line, SCORES.items(), strict=True):
             for place, variant in enumerate(VARIANTS):
-                points = curve(where(files["history"], dataset=dataset, score=score, variant=variant))
+                points = curve(where(files["history"], dataset=dataset, alpha=alpha, score=score, variant=variant))
                 if points:
                     look = {**style(place), "markevery": (place, 5)}
                     ax.plot(list(points), [one.mean for one in points.values()], label=TITLES[variant], **look)
-            ax.set(title=f"{title(dataset)}, score: {name}", xlabel="round")
+            ax.set(title=f"{title(dataset)}, Dir({alpha:g}), score: {name}", xlabel="round")
             whole_numbers(ax)
         line[0].set_ylabel("accuracy, per cent")
     legend(figure, axes, 3)

@@ -7,7 +7,7 @@ from fedobp.algorithms import method_class
 from fedobp.data import REGISTRY
 from fedobp.paper import published
 from fedobp.paper.experiment import Case, Experiment, Files, Setting, train_cases
-from fedobp.paper.figures import PAGE, legend, panels, style, whole_numbers
+from fedobp.paper.figures import PAGE, cell_panels, legend, style, whole_numbers
 from fedobp.paper.published import NAMES, TABLE1, TABLE2, title
 from fedobp.paper.rows import AS_PUBLISHED, EXTRA, Row, by_seed, labelled, mean_of, where
 from fedobp.paper.stats import NOISE_RULE, TEST_RULE, Spread, beside_published, paired, probability, ranks, within_noise
@@ -126,11 +126,10 @@ def cell_table(names: list[str], by_name: dict[str, list[Row]], dataset: str, al
 def accuracy_figures(setting: Setting, files: Files) -> "dict[str, Figure]":
     """Draw all methods' accuracies beside the published ones, a panel for each dataset and alpha."""
     names = names_of(setting)
-    figure, axes = panels(
-        len(setting.alphas), len(setting.datasets), height=0.13 * len(names) + 0.6, sharey=True, sharex="col"
+    figure, axes, used = cell_panels(
+        len(setting.datasets), len(setting.alphas), height=0.13 * len(names) + 0.6, sharey=True
     )
-    for at, (dataset, alpha) in enumerate(setting.cells()):
-        ax = axes[at % len(setting.alphas)][at // len(setting.alphas)]
+    for ax, (dataset, alpha) in zip(used, setting.cells(), strict=True):
         by_name = labelled(files["results"], dataset, alpha)
         for place, name in enumerate(names):
             theirs, measured = theirs_of(name, dataset, alpha), mean_of(by_name.get(name, []))
@@ -141,7 +140,6 @@ def accuracy_figures(setting: Setting, files: Files) -> "dict[str, Figure]":
         ax.set_title(f"{title(dataset)}, Dir({alpha:g})")
         ax.set_yticks(range(len(names)), names)
         ax.set_ylim(len(names) - 0.5, -0.5)
-    for ax in axes[-1]:
         ax.set_xlabel("accuracy, per cent")
     legend(figure, axes, 2)
     return {"figure": figure}
@@ -197,12 +195,8 @@ def convergence_figures(setting: Setting, files: Files) -> "dict[str, Figure]":
     """Draw the accuracy of all methods over the rounds, a panel for each dataset and alpha."""
     names = [name for name in names_of(setting) if name not in EXTRA.values()]
     order = ["FedOBP", *(name for name in names if name != "FedOBP")]
-    columns = min(len(setting.datasets), 4)
-    deep = -(-len(setting.datasets) // columns)
-    figure, axes = panels(len(setting.alphas) * deep, columns, height=1.9)
-    for at, (dataset, alpha) in enumerate(setting.cells()):
-        which, of = divmod(at, len(setting.alphas))
-        ax = axes[of * deep + which // columns][which % columns]
+    figure, axes, used = cell_panels(len(setting.datasets), len(setting.alphas))
+    for ax, (dataset, alpha) in zip(used, setting.cells(), strict=True):
         histories = _histories(files, dataset, alpha)
         for place, name in enumerate(order):
             points = curve(histories.get(name, []))
@@ -210,7 +204,7 @@ def convergence_figures(setting: Setting, files: Files) -> "dict[str, Figure]":
                 look = {**style(place), "markevery": max(1, len(points) // 5), "zorder": 3 if name == "FedOBP" else 2}
                 ax.plot(list(points), [found.mean for found in points.values()], label=name, **look)
         ax.set_title(f"{title(dataset)}, Dir({alpha:g})")
-        ax.set(xlabel="round", ylabel="accuracy, per cent" if which % columns == 0 else None)
+        ax.set(xlabel="round", ylabel="accuracy, per cent" if ax in axes[:, 0] else None)
         whole_numbers(ax)
     legend(figure, axes, 5)
     return {"figure": figure}
@@ -263,9 +257,8 @@ def scaling_tables(setting: Setting, files: Files) -> list[Table]:
 def scaling_figures(setting: Setting, files: Files) -> "dict[str, Figure]":
     """Draw the accuracies under both scalings, with the majority class as a line."""
     wide = PAGE if len(setting.datasets) > 1 else 4.0
-    figure, axes = panels(len(setting.alphas), len(setting.datasets), width=wide, sharex=True)
-    for at, (dataset, alpha) in enumerate(setting.cells()):
-        ax = axes[at % len(setting.alphas)][at // len(setting.alphas)]
+    figure, axes, used = cell_panels(len(setting.datasets), len(setting.alphas), width=wide, height=2.4, most=2)
+    for ax, (dataset, alpha) in zip(used, setting.cells(), strict=True):
         rows = where(files["results"], dataset=dataset, alpha=alpha)
         names = list(labelled(rows, dataset, alpha))
         for place, scaling in enumerate(dict.fromkeys(row["normalize"] for row in rows)):
@@ -281,7 +274,7 @@ def scaling_figures(setting: Setting, files: Files) -> "dict[str, Figure]":
         ax.set_title(f"{title(dataset)}, Dir({alpha:g})")
         ax.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
         ax.set_ylabel("accuracy, per cent")
-    legend(figure, axes, 4)
+    legend(figure, axes, 4 if wide == PAGE else 2)
     return {"figure": figure}
 
 

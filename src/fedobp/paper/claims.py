@@ -76,26 +76,38 @@ class Evidence:
         return curve(labelled(rows, dataset, alpha).get(name, []))
 
 
+_PLAIN = {"norm": "none", "scope": "all", "start": "global", "ema": "0.0"}
 _RULE = {"rule": "quantile", "warmup": "0", "soft": "0.0"}
+
+
+def is_papers(row: Row) -> bool:
+    """Return whether a run has the paper's partition, clients, participation and scaling of images.
+
+    Results that are older than a column do not have it.
+    """
+    if row.get("normalize") not in (None, "dataset") or row.get("participation") != 0.1 or row.get("parts"):
+        return False
+    if row["dataset"] in published()["parameters"] and row.get("clients") not in (None, 100):
+        return False
+    return row.get("partition") in (None, "dirichlet")
+
+
+def is_plain(row: Row, score: str = "squared", pool: str = "global") -> bool:
+    """Return whether a run of `fedobp` or `decoupled` has a score, and no other option of the ablation."""
+    plain = {**_PLAIN, "score": score, **({"pool": pool} if row["method"] == "decoupled" else {})}
+    # Results that are older than the options of the rule do not name them.
+    return all(option(row, name) == value for name, value in plain.items()) and all(
+        option(row, name) in (value, "") for name, value in _RULE.items()
+    )
 
 
 def is_standard(row: Row) -> bool:
     """Return whether a run has the settings of the accuracy tables; those of sweeps have others."""
-    if row.get("normalize") == "as-published" or row["participation"] != 0.1:
-        return False
-    if row.get("parts") or row.get("partition", "dirichlet") != "dirichlet":
+    if not is_papers(row):
         return False
     if row["method"] not in ("fedobp", "decoupled"):
         return True
-    plain = {"score": "squared", "norm": "none", "scope": "all", "start": "global"}
-    plain |= {"pool": "global"} if row["method"] == "decoupled" else {}
-    return (
-        quantile(row) == published_q(row["dataset"], row["alpha"])
-        and float(option(row, "ema")) == 0
-        and all(option(row, name) == value for name, value in plain.items())
-        # Results that are older than these options do not name them.
-        and all(option(row, name) in (value, "") for name, value in _RULE.items())
-    )
+    return quantile(row) == published_q(row["dataset"], row["alpha"]) and is_plain(row)
 
 
 def read_evidence(folders: Sequence[Path]) -> Evidence:
@@ -107,7 +119,9 @@ def read_evidence(folders: Sequence[Path]) -> Evidence:
             raise FedobpError(f"there is no folder {short(folder, 200)}: give one that holds result files")
         for path in sorted({*folder.glob("results.csv"), *folder.glob("*/results.csv")}):
             rows = read_tidy(path)
-            full = [row for row in rows if row.get("protocol") == "paper" and row.get("rounds") == ROUNDS]
+            full = [
+                row for row in rows if row.get("protocol") == "paper" and row.get("rounds") == ROUNDS and is_papers(row)
+            ]
             runs = set()
             for row in full:
                 names = ("method", "mode", "dataset", "alpha", "seed", "model", "options", "participation", "normalize")
@@ -357,7 +371,7 @@ def communicated(evidence: Evidence, claim: dict[str, Any]) -> list[Part]:
     """comm: accuracy at ratio 1 is below that at all smaller ratios up to 0.9."""
     parts = []
     for dataset in (*TABLE1, *TABLE2):
-        rows = [row for row in where(evidence.results, method="fedobp") if option(row, "score") == "squared"]
+        rows = [row for row in where(evidence.results, method="fedobp") if is_plain(row)]
         points = means(by_quantile(rows, dataset, 0.1))
         some = {q: found.mean for q, found in points.items() if q <= 0.9}
         if 1.0 not in points or len(points) < _FEWEST:

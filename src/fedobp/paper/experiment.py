@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from fedobp.config import Config
-from fedobp.csv_rows import read_rows, write_rows
+from fedobp.csv_rows import write_rows
 from fedobp.data import data_dir, describe
 from fedobp.errors import FedobpError, unknown
 from fedobp.evaluation import PAPER_ROUNDS
@@ -24,7 +24,7 @@ from fedobp.paper.figures import drawing, save
 from fedobp.paper.published import GRID, NAMES, SHORT_GRID, title
 from fedobp.paper.tables import Table
 from fedobp.progress import Listener
-from fedobp.report.tidy import history_rows, tidy_rows
+from fedobp.report.tidy import history_rows, read_tidy, tidy_rows
 from fedobp.saved_runs import SavedRun
 from fedobp.sweep_folder import resume_sweep
 
@@ -37,7 +37,7 @@ Row = dict[str, Any]
 Files = dict[str, list[Row]]  # tidy rows, by the name of their file without .csv
 
 FIRST_SEED = 42
-_MOST = 16  # runs of a launch: one that does not end in time is trained again whole
+_MOST = 16  # runs of a launch: of more, the first would be finished late
 _ROUNDS = {"short": 100, "full": 400}
 _SMOKE_GRID = (0.0, 0.9, 0.99, 0.999, 1.0)
 
@@ -97,6 +97,10 @@ class Setting:
         return Config(**{**common, **more})
 
 
+class TimeOver(Exception):
+    """Ends what `Work.once` computes: no time is left."""
+
+
 class Case(NamedTuple):
     """A run of an experiment, and columns that its rows get."""
 
@@ -131,17 +135,26 @@ class Work:
         """Whether no time is left."""
         return self.minutes is not None and self.minutes <= 0
 
+    def advance(self, what: str, share: float) -> None:
+        """Report progress of what `once` computes, and end it if no time is left."""
+        self.progress(what, share)
+        if self.is_over:
+            raise TimeOver
+
     def once(self, name: str, key: str, compute: Callable[[], Files]) -> Files:
-        """Return rows that are computed once and kept in files; {} if the time is over."""
+        """Return rows that are computed once and kept in files; {} if the time is over before they are there."""
         folder = self.folder / name / "parts"
         kept = {path.stem.removeprefix(f"{key}."): path for path in sorted(folder.glob(f"{key}.*.csv"))}
         if "results" in kept:  # the last to be written
-            return {name: read_rows(path) for name, path in kept.items()}
-        if self.is_over:
+            return {name: read_tidy(path) for name, path in kept.items()}
+        try:
+            if self.is_over:
+                raise TimeOver
+            found = compute()
+        except TimeOver:
             self.notes.append(f"{key} is not measured: the time is over, call the same command again")
             return {}
         folder.mkdir(parents=True, exist_ok=True)
-        found = compute()
         for stem, rows in sorted(found.items(), key=lambda item: item[0] == "results"):
             write_rows(folder / f"{key}.{stem}.csv", rows)
         return found

@@ -91,7 +91,7 @@ def train_run(config: Config, work: Work, label: str) -> Trained:
     simulation = simulate(federation.plan(config, federation.method), engine, Budget(memory_for(config, "store")))
     run = simulation.run
     for number in range(1, config.rounds + 1):
-        work.progress(f"{label}, round {number}", number / config.rounds)
+        work.advance(f"{label}, round {number}", number / config.rounds)
         train(engine, [simulation], [[job] for job in run.plan(number)])
     run.settle()
     theta = run.server["theta"]
@@ -301,7 +301,7 @@ def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
     """Draw the bias of the entries against log p, and the accuracies, for FedOBP's rule and the rms rule."""
     figure, axes = panels(len(setting.cells()), 3, height=2.6, width_ratios=(1.15, 1.15, 1))
     for line, (dataset, alpha) in zip(axes, setting.cells(), strict=True):
-        line[0].set_ylabel("bias of the entries, likewise")
+        line[0].set(title=f"{title(dataset)}, Dir({alpha:g})", ylabel="bias of the entries, likewise")
         for at, (rule, text) in enumerate(RULES.items()):
             rows = where(files["results"], dataset=dataset, alpha=alpha, rule=rule)
             points = where(files["classes"], dataset=dataset, alpha=alpha, rule=rule)

@@ -43,6 +43,20 @@ def panels(rows: int, columns: int, *, width: float = PAGE, height: float = 1.9,
     return figure, figure.subplots(rows, columns, squeeze=False, **more)
 
 
+def cell_panels(
+    datasets: int, alphas: int, *, width: float = PAGE, height: float = 1.9, most: int = 4, **more: Any
+) -> tuple[Figure, Any, list[Axes]]:
+    """Return a figure with a panel for each dataset and alpha, its axes, and those of the pairs, dataset by dataset.
+
+    A row is an alpha, and goes on below after `most` datasets.
+    """
+    columns = min(datasets, most)
+    deep = -(-datasets // columns)
+    figure, axes = panels(alphas * deep, columns, width=width, height=height, **more)
+    used = [axes[of * deep + at // columns][at % columns] for at in range(datasets) for of in range(alphas)]
+    return figure, axes, used
+
+
 def legend(figure: Figure, axes: Any, columns: int) -> None:
     """Put one legend for all panels below them, with each label once."""
     shown: dict[str, Any] = {}
@@ -66,10 +80,15 @@ def quantile_axis(axes: Axes, grid: Sequence[float]) -> None:
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write a figure as PDF and PNG, with the same bytes each time; panels without data say so."""
+    """Write a figure as PDF and PNG, with the same bytes each time; panels without data say so.
+
+    A panel without a title is there because the grid has more places than are used: nothing is shown of it.
+    """
     paths = []
     for axes in figure.axes:
-        if not axes.has_data():
+        if not axes.has_data() and not axes.get_title():
+            axes.set_axis_off()
+        elif not axes.has_data():
             axes.tick_params(bottom=False, left=False, labelbottom=False, labelleft=False)  # others may share them
             axes.text(0.5, 0.5, "not measured", ha="center", color="#777777", transform=axes.transAxes)
     for kind, metadata in (("pdf", {"CreationDate": None}), ("png", {"Software": None})):

@@ -11,6 +11,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from fedobp.data import REGISTRY
 from fedobp.engine import dtype_of
 from fedobp.engine.cost import cost
 from fedobp.engine.stack import Grouped, stacked
+from fedobp.errors import FedobpError
 from fedobp.importance import above, product, squared, squared_gradients
 from fedobp.models import Model
 from fedobp.paper.experiment import Experiment, Files, Setting, Work
@@ -162,6 +164,10 @@ def measure_client(config: Config, model: Model, samples: int, seconds: float) -
     ]  # fmt: skip
 
 
+def _files(config: Config, model: Model, samples: int, seconds: float) -> Files:
+    return {"results": measure_client(config, model, samples, seconds)}
+
+
 def _peak_of(step: Callable[[], Tensor]) -> int:
     step()
     memory = PeakMemory()
@@ -175,12 +181,15 @@ def _device_name(device: torch.device) -> str:
 
 
 def measure(setting: Setting, work: Work) -> Files:
-    """Measure a client of average size for each dataset."""
+    """Measure a client of average size for each dataset, once on each kind of device."""
     rows = []
+    for name in setting.datasets:
+        if name not in REGISTRY:
+            raise FedobpError(
+                f"overhead takes random images in the shape of a known dataset, and {name} is none of them: choose "
+                f"from {', '.join(REGISTRY)}"
+            )
     for at, name in enumerate(setting.datasets):
-        if work.is_over:
-            work.notes.append(f"{title(name)} is not measured: the time is over, call the same command again")
-            continue
         work.progress(f"overhead, {title(name)}", at / len(setting.datasets))
         facts = REGISTRY[name]
         asked = setting.config(name, setting.alphas[0], setting.seeds[0], "fedobp", precision="fp32")
@@ -188,7 +197,9 @@ def measure(setting: Setting, work: Work) -> Files:
         shape = (1, *facts.shape) if len(facts.shape) == 2 else (facts.shape[2], *facts.shape[:2])
         model = Model(config.model, shape, facts.classes)
         samples = round(0.75 * facts.samples / config.clients)
-        rows += measure_client(config, model, samples, 1.0 if setting.scale == "smoke" else 20.0)
+        seconds = 1.0 if setting.scale == "smoke" else 20.0
+        key = f"{name}-{torch.device(config.device).type}-{setting.scale}"
+        rows += work.once("overhead", key, partial(_files, config, model, samples, seconds)).get("results", [])
     return {"results": rows}
 
 
@@ -232,6 +243,7 @@ def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
     figure, axes = panels(len(setting.datasets), 2, width=2 * COLUMN, height=1.9, sharey="row")
     for line, dataset in zip(axes, setting.datasets, strict=True):
         rows = where(files["results"], dataset=dataset)
+        line[0].set_title(title(dataset))
         if not rows:
             continue
         names = [SCORES[row["score"]] for row in rows]

@@ -131,10 +131,11 @@ def quantile_figures(setting: Setting, files: Files) -> "dict[str, Figure]":
         for place, alpha in enumerate(setting.alphas):
             look = style(place + 1)
             _sweep_line(ax, grid, by_quantile(files["results"], dataset, alpha), label=f"Dir({alpha:g})", **look)
-            ax.axvline(grid.index(published_q(dataset, alpha)), color=look["color"], linestyle=":", linewidth=0.8)
+            there, label = grid.index(published_q(dataset, alpha)), f"Dir({alpha:g}), the paper's q or the default"
+            ax.axvline(there, color=look["color"], linestyle=":", linewidth=0.8, label=label)
         quantile_axis(ax, grid)
-        ax.set(title=title(dataset), xlabel="q (dotted: the paper's, or the default)")
-    legend(figure, axes, 2)
+        ax.set(title=title(dataset), xlabel="q")
+    legend(figure, axes, 2 if columns > 1 else 1)
     return {"figure": figure}
 
 
@@ -332,8 +333,10 @@ def rate_tables(setting: Setting, files: Files) -> list[Table]:
 
 def rate_figures(setting: Setting, files: Files) -> "dict[str, Figure]":
     """Draw the accuracy over the rate of participation."""
-    figure, axes = panels(1, len(setting.cells()), width=min(PAGE, COLUMN * len(setting.cells())), height=2.6)
-    for ax, (dataset, alpha) in zip(axes[0], setting.cells(), strict=True):
+    cells = setting.cells()
+    columns = min(2, len(cells))
+    figure, axes = panels(-(-len(cells) // columns), columns, width=COLUMN * columns, height=2.6)
+    for ax, (dataset, alpha) in zip(axes.flat, cells, strict=False):
         rows = where(files["results"], dataset=dataset, alpha=alpha, model="served")
         for place, score in enumerate(dict.fromkeys(row["score"] for row in rows)):
             of = where(rows, score=score)
@@ -343,8 +346,9 @@ def rate_figures(setting: Setting, files: Files) -> "dict[str, Figure]":
         ticks = sorted({row["participation"] for row in rows})
         ax.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
         ax.minorticks_off()
-    axes[0][0].set_ylabel("accuracy, per cent")
-    legend(figure, axes, 2)
+    for ax in axes[:, 0]:
+        ax.set_ylabel("accuracy, per cent")
+    legend(figure, axes, columns + 1)
     return {"figure": figure}
 
 

@@ -8,7 +8,7 @@ _LATEX = str.maketrans(
     {
         "&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "±": r"$\pm$", "²": r"$^2$", "|": r"\textbar{}",
         "<": "$<$", ">": "$>$", "✓": r"\checkmark", "✗": r"$\times$", "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
+        "^": r"\textasciicircum{}", "{": r"\{", "}": r"\}", "\\": r"\textbackslash{}",
     }
 )  # fmt: skip
 
@@ -73,7 +73,7 @@ def _markdown(cell: Cell) -> str:
 
 def latex(text: str) -> str:
     """Return text with LaTeX's special characters escaped."""
-    return text.replace("\\", "/").translate(_LATEX)
+    return text.translate(_LATEX)
 
 
 def _latex_cell(cell: Cell) -> str:

@@ -11,7 +11,7 @@ G, two clients are at most 2 eta G s apart after s steps, and an iterate at most
 Both are measured, with G the largest gradient that occurs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -59,10 +59,19 @@ def gradient_of(model: Model, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return total / len(y)
 
 
-def loss_changes(model: Model, theta_i: Tensor, theta_g: Tensor, entries: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def loss_changes(
+    model: Model,
+    theta_i: Tensor,
+    theta_g: Tensor,
+    entries: Tensor,
+    x: Tensor,
+    y: Tensor,
+    before_each: Callable[[], None] = lambda: None,
+) -> Tensor:
     """Eq. 14: |L(with theta_g,k) - L(theta_i)| for each of some entries k."""
     base, changed, found = mean_loss(model, theta_i, x, y), theta_i.clone(), []
     for k in entries.tolist():
+        before_each()
         changed[k] = theta_g[k]
         found.append((mean_loss(model, changed, x, y) - base).abs())
         changed[k] = theta_i[k]
@@ -84,7 +93,14 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 def compare_scores(
-    model: Model, theta_i: Tensor, theta_g: Tensor, x: Tensor, y: Tensor, count: int, generator: torch.Generator
+    model: Model,
+    theta_i: Tensor,
+    theta_g: Tensor,
+    x: Tensor,
+    y: Tensor,
+    count: int,
+    generator: torch.Generator,
+    before_each: Callable[[], None] = lambda: None,
 ) -> tuple[list[Row], list[Row]]:
     """Return rank correlations of one client's scores with the loss, and the entries that they are of. In float64."""
     theta_i, theta_g, x = theta_i.double(), theta_g.double(), x.double()
@@ -95,7 +111,7 @@ def compare_scores(
     drawn = {"random": random, "top": scores["squared"].topk(count).indices}
     rows, entries = [], []
     for kind, chosen in drawn.items():
-        change = loss_changes(model, theta_i, theta_g, chosen, x, y)
+        change = loss_changes(model, theta_i, theta_g, chosen, x, y, before_each)
         for name, score in scores.items():
             rows.append(
                 {
@@ -163,7 +179,7 @@ def measure_cell(setting: Setting, work: Work, dataset: str, alpha: float) -> Fi
     done = 0
     for round in sorted({max(1, config.rounds // 4), config.rounds}):
         for number in range(done + 1, round + 1):
-            work.progress(f"theory, {title(dataset)}, round {number}", number / config.rounds)
+            work.advance(f"theory, {title(dataset)}, round {number}", number / config.rounds)
             train(engine, [simulation], [[job] for job in run.plan(number)])
         done = round
         records = run.records.gather(list(range(config.clients)))
@@ -171,7 +187,9 @@ def measure_cell(setting: Setting, work: Work, dataset: str, alpha: float) -> Fi
         for client in seen[:: max(1, len(seen) // clients)][:clients]:
             theta_i, theta_g = records["theta"][client], run.server["theta"]
             x, y = data.samples(ids), data.y[ids]
-            rows, entries = compare_scores(model, theta_i, theta_g, x, y, count, generator)
+            what = f"theory, {title(dataset)}, round {round}, client {client}"
+            check = partial(work.advance, what, round / config.rounds)
+            rows, entries = compare_scores(model, theta_i, theta_g, x, y, count, generator, check)
             place = {**head, "round": round, "client": client}
             found["results"] += [{**place, **row} for row in rows]
             found["entries"] += [{**place, **row} for row in entries]
@@ -244,7 +262,11 @@ def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
     figure, axes = panels(len(setting.cells()), 2, width=PAGE, height=2.5)
     for line, (dataset, alpha) in zip(axes, setting.cells(), strict=True):
         entries = where(files["entries"], dataset=dataset, alpha=alpha)
-        last = max((row["round"] for row in entries), default=0)
+        line[0].set_title(f"{title(dataset)}, Dir({alpha:g})")
+        line[1].set_title("drift from a common model")
+        if not entries:  # a logarithmic axis needs points
+            continue
+        last = max(row["round"] for row in entries)
         for place, (kind, text) in enumerate(DRAWN.items()):
             of = [
                 row for row in where(entries, drawn=kind, round=last) if row["squared"] > 0 and row["loss_change"] > 0
@@ -268,7 +290,7 @@ def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
         ):
             shown = {**style(place // 2 + 3), "linestyle": look, "marker": "o" if look == "-" else ""}
             line[1].plot(steps, [row[column] for row in drift], label=text, **shown)
-        line[1].set(xlabel="step s of local training", ylabel="largest distance", title="drift from a common model")
+        line[1].set(xlabel="step s of local training", ylabel="largest distance")
         whole_numbers(line[1])
     legend(figure, axes, 3)
     return {"figure": figure}

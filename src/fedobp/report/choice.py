@@ -24,9 +24,10 @@ def chosen_values(results: "Sequence[Result]") -> list[dict[str, Any]]:
 
 
 def _family(config: "Config") -> tuple[object, ...]:
-    """Return what is compared with its like: the method, the data, and how long it trains."""
+    """Return what is compared with its like: the method, the data, who is evaluated, and how long it trains."""
     shares = tuple(value for name, value in config.partition_settings.items() if name != "partition_seed")
-    return config.method, config.dataset, config.rounds, config.protocol, label(config.model), shares
+    clients = config.partition_file, config.eval_clients, shares
+    return config.method, config.dataset, config.rounds, config.protocol, label(config.model), clients
 
 
 def _choice(groups: "dict[str, list[Result]]") -> dict[str, Any]:

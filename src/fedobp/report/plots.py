@@ -4,6 +4,7 @@ import io
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".pdf", ".svg")
 MARK = "fedobp plot"  # in the metadata of a file, by which it is known as ours
-_LEGEND_ROW = 0.17  # inches
+_LEGEND_ROW, _TITLE_LINE = 0.17, 0.14  # inches
+_TITLE = 38  # characters that fit above a panel
 
 
 def _time(section: Section) -> list[Panel]:
@@ -72,7 +74,12 @@ def _drawn(panels: Sequence[Panel], titles: Sequence[str], keys: bool) -> Figure
     """Draw panels, one or two beside each other, with one legend below them if `keys`."""
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
-    heights = [max(one.height for one in panels[at * columns : (at + 1) * columns]) for at in range(rows)]
+    titles = [fill(title, _TITLE) for title in titles]
+    lines = [title.count("\n") for title in titles]  # beyond the first
+    heights = [
+        max(one.height + _TITLE_LINE * more for one, more in zip(panels[at:end], lines[at:end], strict=True))
+        for at, end in ((row * columns, (row + 1) * columns) for row in range(rows))
+    ]
     figure = Column(layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, height_ratios=heights).ravel()
     entries = {}

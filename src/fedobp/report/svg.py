@@ -18,6 +18,7 @@ NAMES = {
     **{colour: f"--l{at}" for at, colour in enumerate(RAMP)},
 }  # fmt: skip
 _NUMBER = r'"(-?[\d.]+)"'
+_DIGITS = re.compile(r"(\d\.\d\d)\d+")  # a hundredth of a point is enough
 _MARKERS = re.compile(
     r'<g id="dots(\d+)([rs])(\S+)">\s*<defs>.*?</defs>\s*<g[^>]*>((?:\s*<use [^>]*/>)*)\s*</g>\s*</g>', re.DOTALL
 )
@@ -52,7 +53,7 @@ def inline_svg(figure: Figure, name: str, alt: str) -> str:
     text = re.sub(r"(url\(#|href=\"#)", rf"\1{name}-", text).replace("xlink:href", "href")
     text = re.sub(r"#[0-9a-f]{6}\b(?=[;\"])", lambda at: f"var({NAMES[at[0]]})" if at[0] in NAMES else at[0], text)
     text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", text)
-    text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)  # a hundredth of a point is enough
+    text = re.sub(r"<[^>]*>", lambda tag: _DIGITS.sub(r"\1", tag[0]), text)  # in what is drawn, not in labels
     text = re.sub(r">\s+<", "><", text).strip()
     return f'<svg viewBox="{box}" role="img" aria-label="{escape(alt)}">{text}'
 
