@@ -22,6 +22,8 @@ def test_labels_name_the_parts():
     assert label(row(model="finetuned")) == "fedavg-ft"
     assert label(row("fedper", model="last")) is None
     assert label(row(OURS, model="finetuned")) == "fedobp-auto-ft"
+    assert label({**row(), "training": "lr=0.1;weight_decay=0.01"}) == "fedavg, lr=0.1, weight_decay=0.01"
+    assert label({**row(model="last"), "training": "lr=0.1"}) is None
     assert label(row(parts="prior=serve")) == "fedavg-prior (served)"
     assert label(row("scaffold", parts="prior=train")) == "scaffold-prior"
     assert label(row(parts="prior=serve", model="last")) is None  # it trains as FedAvg does: that row is there already

@@ -203,7 +203,14 @@ def test_runs_of_sweeps_are_no_rows_of_the_tables():
 
 def test_runs_with_other_clients_rates_or_scalings_judge_no_claim(tmp_path):
     values = {0.0: 90.0, 0.9: 93.0, 0.99: 95.0, 0.999: 95.5, 0.99993: 96.6, 1.0: 87.0}
-    others = [{"participation": 1.0}, {"normalize": "train"}, {"clients": 20}, {"partition": "iid"}, {"parts": "x=1"}]
+    others = [
+        {"participation": 1.0},
+        {"normalize": "train"},
+        {"clients": 20},
+        {"partition": "iid"},
+        {"parts": "x=1"},
+        {"training": "lr=0.1"},
+    ]
     rows = sweep("squared", "global", values, "fmnist")
     rows += [one for more in others for one in sweep("squared", "global", {0.99993: 80.0}, "fmnist", **more)]
     write_rows(tmp_path / "results.csv", rows)

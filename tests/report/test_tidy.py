@@ -1,8 +1,9 @@
-"""Numbers of tidy rows that come from the rows of single clients."""
+"""Numbers of tidy rows that come from the rows of single clients, and settings that are not the default."""
 
 import pytest
 from saved import clients_of, write_run
 
+from fedobp import Config
 from fedobp.report.tidy import smallest_quarter, tidy_rows
 from fedobp.saved_runs import read_run
 
@@ -35,3 +36,11 @@ def test_rows_have_it_for_each_model(tmp_path):
     assert {row["model"]: row["smallest_quarter"] for row in found} == {"served": 75.0, "last": 50.0}
     [row, _] = tidy_rows(read_run(write_run(tmp_path, "local")))  # without clients.csv
     assert row["smallest_quarter"] is None
+
+
+def test_rows_name_training_settings_that_are_not_the_default(tmp_path):
+    settings = {"lr": 0.1, "weight_decay": 0.01, "epochs": Config.epochs, "prior": "train"}
+    folders = write_run(tmp_path, **settings), write_run(tmp_path, "local", epochs=Config.epochs)
+    [changed, *_], [usual, *_] = (tidy_rows(read_run(folder)) for folder in folders)
+    assert (changed["parts"], changed["training"]) == ("prior=train", "lr=0.1;weight_decay=0.01")
+    assert (usual["parts"], usual["training"]) == (None, None)

@@ -71,7 +71,7 @@ def label(row: Row) -> str | None:
     parts = dict(pair.split("=", 1) for pair in (row.get("parts") or "").split(";") if pair)
     name = str(row["method"])
     if row.get("model", "served") != "served":
-        return None if parts else _MODELS.get((name, row["model"]))
+        return None if parts or row.get("training") else _MODELS.get((name, row["model"]))
     if "prior" in parts:
         name += "-prior" + (" (served)" if parts["prior"] == "serve" else "")
     if "calibrate" in parts:
@@ -80,6 +80,8 @@ def label(row: Row) -> str | None:
         name += ", averaged"
     if {"compress_down", "compress_up"} & parts.keys():
         name += ", compressed"
+    if training := row.get("training"):
+        name += f", {training.replace(';', ', ')}"
     return name + (f", {_RULES[rule]}" if (rule := option(row, "rule")) in _RULES else "")
 
 

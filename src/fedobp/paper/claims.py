@@ -81,11 +81,13 @@ _RULE = {"rule": "quantile", "warmup": "0", "soft": "0.0"}
 
 
 def is_papers(row: Row) -> bool:
-    """Return whether a run has the paper's partition, clients, participation and scaling of images.
+    """Return whether a run has the paper's partition, clients, participation, scaling of images and local training.
 
     Results that are older than a column do not have it.
     """
-    if row.get("normalize") not in (None, "dataset") or row.get("participation") != 0.1 or row.get("parts"):
+    if row.get("normalize") not in (None, "dataset") or row.get("participation") != 0.1:
+        return False
+    if row.get("parts") or row.get("training"):
         return False
     if row["dataset"] in published()["parameters"] and row.get("clients") not in (None, 100):
         return False

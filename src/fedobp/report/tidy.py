@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
 MODELS = {"served": "accuracy", "last": "last", "finetuned": "finetuned"}  # by their names in result.json
 PARTS = ("prior", "calibrate", "average", "compress_down", "compress_up")  # settings that any method may have
+TRAINING = ("epochs", "batch_size", "lr", "momentum", "weight_decay", "lr_schedule")
 TEXTS = (
-    "run", "method", "mode", "dataset", "partition", "protocol", "model", "options", "parts", "partition_options",
-    "network", "config_hash", "partition_hash", "fedobp", "torch", "triton", "python", "device", "precision",
+    "run", "method", "mode", "dataset", "partition", "protocol", "model", "options", "parts", "training",
+    "partition_options", "network", "config_hash", "partition_hash", "fedobp", "torch", "triton", "python", "device",
+    "precision",
 )  # fmt: skip
 
 
@@ -44,8 +46,8 @@ def tidy_rows(run: "SavedRun") -> list[dict[str, Any]]:
         "use_passes": result["compute"]["use"],
         "seconds": result.get("seconds"),
         "options": _pairs(config.options),
-        "parts": _pairs({name: value for name in PARTS if (value := getattr(config, name)) != getattr(Config, name)})
-        or None,
+        "parts": _changed(config, PARTS),
+        "training": _changed(config, TRAINING),
         "partition_options": _pairs(config.partition_options) or None,
         "network": label(config.model),
         "clients": config.clients,
@@ -68,6 +70,11 @@ def tidy_rows(run: "SavedRun") -> list[dict[str, Any]]:
         }
         for model, values in columns.items()
     ]
+
+
+def _changed(config: Config, names: Sequence[str]) -> str | None:
+    """Return the settings that are not the default."""
+    return _pairs({name: value for name in names if (value := getattr(config, name)) != getattr(Config, name)}) or None
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
