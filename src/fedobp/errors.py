@@ -1,11 +1,14 @@
 """The exception for user errors, and helpers for its messages."""
 
+import re
 import signal
 from collections.abc import Iterable
 
 # The signals that stop the command line, and what it prints on stderr then.
 STOP_SIGNALS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
+# Out of memory: torch on CUDA and on the CPU, C++, threads, and shared libraries that cannot be loaded.
+_NO_MEMORY = re.compile("OutOfMemoryError|can't allocate memory|bad_alloc|can't start new thread|failed to map segment")
 _LISTED, _LISTED_CHARACTERS = 50, 450  # names in a message, and their length; a table may have thousands of columns
 
 
@@ -27,6 +30,13 @@ class Stopped(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.code = 128 + number  # the convention of shells
+
+
+def out_of_memory(error: object) -> bool:
+    """Say whether an exception means that there is not enough memory."""
+    if isinstance(error, RuntimeError | ImportError):
+        return _NO_MEMORY.search(f"{type(error).__name__}: {error}") is not None
+    return isinstance(error, MemoryError)
 
 
 def short(value: object, limit: int = 60) -> str:

@@ -28,7 +28,7 @@ from fedobp.engine import (
     caught,
     global_gradient,
 )
-from fedobp.errors import Stopped, TryAgain
+from fedobp.errors import Stopped, TryAgain, out_of_memory
 from fedobp.evaluation import Evaluator
 from fedobp.grouping import batch_size_for, engine_for, memory_for
 from fedobp.method import CohortUpdate, Method
@@ -193,13 +193,14 @@ class Launch:
         done = caught(attributed)
         if not isinstance(done, BaseException):
             return done
-        if isinstance(done, TryAgain) and self._resume:  # the next call goes on with all runs, so none ends alone
+        lasting = not isinstance(done, TryAgain) and not out_of_memory(done)
+        if not lasting and self._resume:  # the next call goes on with all runs, so none ends alone
             self.end_all(done)
             raise done
         folder = self._plans[at].out
         if folder and at in self._checkpoints:
             caught(self._checkpoints[at].wait)
-            if not isinstance(done, TryAgain):
+            if lasting:
                 note_failure(folder, self.round + 1, done)
         self._end(at, done)
         if len(self._plans) > 1:  # the others need the memory that its frames hold

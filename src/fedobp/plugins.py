@@ -11,7 +11,7 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
-from fedobp.errors import FedobpError, Stopped, described, short
+from fedobp.errors import FedobpError, Stopped, described, out_of_memory, short
 
 _OURS = __name__.partition(".")[0]
 
@@ -110,7 +110,7 @@ def attributing_errors(kind: str, name: str, owner: Any, *, inside: bool = False
     except (FedobpError, KeyboardInterrupt, Stopped):
         raise
     except BaseException as error:  # also SystemExit
-        if is_ours(owner):
+        if is_ours(owner) or out_of_memory(error):
             raise
         places = [
             f"{frame.f_code.co_filename}:{line}"

@@ -12,13 +12,14 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from traceback import clear_frames
 
 from fedobp.callbacks import Callback
 from fedobp.checkpoint import NEVER, Interval
 from fedobp.config import Config
 from fedobp.csv_rows import write_rows
 from fedobp.data import Dataset
-from fedobp.errors import FedobpError, short
+from fedobp.errors import FedobpError, out_of_memory, short
 from fedobp.federation import folder_path
 from fedobp.files import lock, unwritable, write_json
 from fedobp.launch import Progress, StopTraining
@@ -109,12 +110,28 @@ def train_launches(
                 results = _train(plan, some, report, callbacks, interval)
             except StopTraining:
                 break
+            except (MemoryError, RuntimeError, ImportError) as error:
+                if not out_of_memory(error):
+                    raise
+                clear_frames(error.__traceback__)  # they hold what the next launch needs
+                failed |= {name: _no_memory(plan.configs[name], len(launch)) for name in launch}
+                continue
         for name, result in results.items():
             if isinstance(result, Failure):
                 failed[name] = result
                 is_bug = result.exception is not None and not isinstance(result.exception, FedobpError)
                 bug = bug or (result.exception if is_bug else None)
     return Outcome(failed=failed, bug=bug)
+
+
+def _no_memory(config: Config, runs: int) -> Failure:
+    """Return a failure that is not recorded: called again, the sweep goes on with these runs."""
+    less = "use a smaller --participation, --batch-size or --model"
+    if runs > 1:
+        less = "plan a new sweep with a smaller --store-memory, or `memory` in its file"
+    what = f"{runs} runs side by side" if runs > 1 else "this run"
+    error = f"there is not enough memory for {what}: free some and repeat the command, or {less}"
+    return Failure(config.method, config.seed, error, config)
 
 
 def _train(

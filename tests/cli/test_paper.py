@@ -1,13 +1,16 @@
 """`fedobp paper`: two experiments at the smallest scale, going on after an interruption, and user errors."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from paper.cases import row
 
 from fedobp.csv_rows import read_rows
+from fedobp.paper.experiment import Case, train_cases
 from fedobp.paper.registry import EXPERIMENTS
+from fedobp.paper.tables import Table
 
 FILES = {"results.csv", "history.csv", "table.md", "table.tex", "figure.pdf", "figure.png"}
 
@@ -93,6 +96,8 @@ def test_claims_are_judged_by_the_files_of_a_folder(command):
         (("table1", "--dataset", "mnits"), "did you mean 'mnist'?"),
         (("table1", "--alpha", "0.1,x"), "--alpha must be numbers separated by commas, not 'x'"),
         (("table1", "--methods", "fedop"), "did you mean 'fedobp'?"),
+        (("layers", "--methods", "fedobp"), "layers has methods of its own: leave out --methods"),
+        (("table1", "--paper-grid"), "table1 does not sweep over quantiles: leave out --paper-grid"),
         (("table1", "--seeds", 0), "--seeds must be at least 1, not 0"),
         (("table1", "--rounds", 0), "--rounds must be at least 1, not 0"),
         (("table1", "--max-minutes", -1), "--max-minutes must be at least 0, not -1.0"),
@@ -105,6 +110,23 @@ def test_user_errors_are_one_sentence(command, given, told):
     assert told in said.err
     assert said.err.count("\n") == 1
     assert not Path("runs").exists() or given[0] == "claims"
+
+
+def test_a_run_that_fails_ends_the_command_with_an_error_after_all_files_are_written(command, monkeypatch):
+    def cases(setting):
+        for lr in (0.01, 1e9):
+            yield Case(setting.config("digits", 0.1, 42, "fedavg", lr=lr))
+
+    table = replace(EXPERIMENTS["layers"], measure=train_cases(cases), tables=lambda *_: [Table("A table", ["row"])])
+    monkeypatch.setitem(EXPERIMENTS, "layers", replace(table, figures=lambda *_: {}))
+    said = command("paper", "layers", "--scale", "smoke", "--rounds", 1)
+    assert said.code == 2
+    assert said.err.startswith("error: digits-dir0.1-fedavg-seed42-")
+    assert "failed: " in said.err
+    assert said.err.count("\n") == 1
+    folder = Path("runs/paper-smoke/layers")
+    assert {one["pooled"] for one in read_rows(folder / "results.csv")}
+    assert "failed: " in (folder / "table.md").read_text()
 
 
 @pytest.mark.slow

@@ -32,6 +32,19 @@ def test_a_report_of_single_runs_with_a_title_as_json(command, study, tmp_path):
     assert list(study.glob("*.html")) == []
 
 
+def test_the_report_of_a_sweep_says_what_the_sweep_said(command, tmp_path):
+    settings = ("--methods", "fedavg", "--grid", "lr=0.05,0.1,1e9", "--val-ratio", 0.2, "--rounds", 1, "--model", "mlp")
+    assert command("sweep", *settings, "--out", "sweep").code == 2  # one of its runs diverges
+    page = (tmp_path / "sweep" / "report.html").read_text()
+    assert "Best of 2 by validation accuracy: " in page
+    assert "no longer finite" in page
+    assert command("report", "sweep").code == 0
+    assert (tmp_path / "sweep" / "report.html").read_text() == page
+    (tmp_path / "sweep" / "fedavg-lr0.1-seed42" / "result.json").unlink()
+    command("report", "sweep")
+    assert "Not trained yet: 1 run." in (tmp_path / "sweep" / "report.html").read_text()
+
+
 def test_a_figure_is_written_into_the_folder_or_where_the_user_says(command, study, tmp_path):
     assert command("plot", study).code == 0
     assert (study / "accuracy.png").read_bytes().startswith(b"\x89PNG")

@@ -70,6 +70,14 @@ def test_a_table_has_means_costs_and_tests():
     assert [cells[1].rank for cells in table.rows] == [1, 1, 2, 0]
 
 
+def test_passes_before_use_of_other_models():
+    """A last model is used as it is; fine-tuning starts from what is served."""
+    rows = [row(OURS, 92.0, model=model, use_passes=1.0) for model in ("served", "last", "finetuned")]
+    [(cell, by_name)] = by_cell(rows).items()
+    passes = {cells[0].text: cells[6].text for cells in cell_table(cell, by_name).rows}
+    assert passes == {OURS: "5.0, 1.0", f"{OURS}'s last": "5.0, 0.0", f"{OURS}-ft": "5.0, 6.0"}
+
+
 def test_a_cell_without_ours_has_no_test():
     [(cell, by_name)] = by_cell([row("fedper")]).items()
     assert cell_table(cell, by_name).rows[0][-1].text == ""

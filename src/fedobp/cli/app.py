@@ -23,7 +23,7 @@ from fedobp.cli.report import plot, report
 from fedobp.cli.run import run
 from fedobp.cli.sweep import collect, sweep
 from fedobp.cli.tune import tune
-from fedobp.errors import STOP_SIGNALS, FedobpError, Stopped, short
+from fedobp.errors import STOP_SIGNALS, FedobpError, Stopped, out_of_memory, short
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 for command in (run, compare, sweep, collect, report, plot, paper, partition, bench, methods, models, doctor, tune):
@@ -33,8 +33,6 @@ app.add_typer(deploy, name="deploy")
 
 # Newer versions of typer bundle click, so the class of usage errors is taken from typer itself.
 _UsageError: Any = typer.BadParameter.__bases__[0]
-# Out of memory: torch on CUDA and on the CPU, C++, threads, and shared libraries that cannot be loaded.
-_NO_MEMORY = re.compile("OutOfMemoryError|can't allocate memory|bad_alloc|can't start new thread|failed to map segment")
 
 
 def main() -> NoReturn:
@@ -57,7 +55,7 @@ def main() -> NoReturn:
         # Both typer and click suggest the nearest command; print it once.
         code = print_error(re.sub(r"( Did you mean [^?]*\?)\1", r"\1", error.format_message()), 300)
     except (MemoryError, RuntimeError, ImportError) as error:
-        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(f"{type(error).__name__}: {error}"):
+        if not out_of_memory(error):
             raise
         code = print_error("there is not enough memory: use a smaller --participation, --batch-size or --model", 300)
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedobp.cli.output import print_note, print_result
+from fedobp.cli.output import print_note, print_result, report_failures
 from fedobp.cli.progress import task_progress
 from fedobp.cli.settings import Json
 from fedobp.errors import FedobpError, Stopped, short, unknown
@@ -41,7 +41,7 @@ def paper(
         ),
     ] = None,
     paper_grid: Annotated[
-        bool, typer.Option("--paper-grid", help="Sweep over the paper's 32 quantiles instead of 12.")
+        bool, typer.Option("--paper-grid", help="For quantiles, scores, communication: 32 quantiles, not 12.")
     ] = False,
     scale: Annotated[
         str,
@@ -110,6 +110,8 @@ def paper(
         print_result(found)
     else:
         sys.stdout.write("".join(f"{found['folder']}/{file}\n" for file in found["files"]))
+    if found["failed"]:
+        raise report_failures(FedobpError("\n".join(found["failed"])))
 
 
 def _split(text: str | None) -> list[str]:

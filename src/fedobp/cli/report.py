@@ -33,6 +33,7 @@ def report(
     fedobp report runs/NAME
     fedobp report runs/ONE runs/TWO --out both.html --title "Two learning rates"
     """
+    from fedobp.cli.sweeping import notes_of
     from fedobp.report.page import write_report
     from fedobp.saved_runs import find_runs
 
@@ -40,7 +41,7 @@ def report(
     with task_progress() as advance:
         runs = find_runs(folders)
         advance(f"drawing {len(runs):,} runs", 0.3)
-        write_report(path, runs, title=title)
+        write_report(path, runs, title=title, notes=[note for one in folders for note in notes_of(one, runs)])
     if as_json:
         print_result({"out": str(path), "runs": len(runs), "bytes": path.stat().st_size})
     else:

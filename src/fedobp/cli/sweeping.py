@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fedobp.data import Dataset
     from fedobp.method import Method
     from fedobp.result import Failure
+    from fedobp.saved_runs import SavedRun
     from fedobp.sweep_folder import Train
     from fedobp.sweep_plan import Outcome, Shard
 
@@ -229,9 +230,7 @@ def print_outcome(
         write_tables(folder, saved)
         table = compare_table(results)
         table.notes += choice_notes(choices)
-        lost = [f"{run}: {failure.error}" for run, failure in outcome.failed.items()]
-        notes = [*choice_notes(choices), *lost, *_left(outcome.missing)]
-        page = write_report(folder / "report.html", saved, notes=notes)
+        page = write_report(folder / "report.html", saved, notes=choice_notes(choices) + _undone(outcome))
         print_result(content if as_json else table, f"Run folder: {folder}\nReport: {page}")
     elif as_json and not failed:
         print_result(content)
@@ -239,6 +238,25 @@ def print_outcome(
         print_note(f"{line} `{shlex.join(['fedobp', 'sweep', str(folder)])}` continues.")
     if failed:
         raise report_failures(SweepError(results, failed), outcome.bug)
+
+
+def notes_of(folder: Path, runs: "Sequence[SavedRun]") -> list[str]:
+    """Return the notes of a report: what the runs in a sweep's folder choose, and what of its plan is not there."""
+    from fedobp.report.choice import choice_notes, chosen_values
+    from fedobp.sweep_plan import plan_file, read_plan
+
+    try:
+        plan = read_plan(plan_file(folder))
+    except FedobpError:  # the folder of a run, or of runs without a plan
+        return []
+    found = [run for run in runs if run.folder.parent == folder]
+    choices = chosen_values([run.to_result() for run in found]) if plan.file.name == "sweep.toml" else []
+    rest = [name for name in plan.configs if not (plan.path(name) / "result.json").exists()]
+    return choice_notes(choices) + _undone(plan.outcome(rest, {}))
+
+
+def _undone(outcome: "Outcome") -> list[str]:
+    return [*(f"{run}: {failure.error}" for run, failure in outcome.failed.items()), *_left(outcome.missing)]
 
 
 def _left(missing: Sequence[str]) -> list[str]:

@@ -282,13 +282,13 @@ _ABOUT = "13 methods and the two baselines that the paper leaves out, on "
 EXPERIMENTS = [
     Experiment(
         name, _ABOUT + ", ".join(map(title, datasets)), train_cases(method_cases), accuracy_tables, accuracy_figures,
-        datasets, seeds=3, smoke_seeds=2, smoke_rounds=3, mode="both",
+        datasets, seeds=3, smoke_seeds=2, smoke_rounds=3, mode="both", takes_methods=True,
     )
     for name, datasets in (("table1", TABLE1), ("table2", TABLE2))
 ] + [
     Experiment(
         "convergence", "accuracy of all methods over the rounds", train_cases(method_cases), convergence_tables,
-        convergence_figures, (*TABLE1, *TABLE2), seeds=3,
+        convergence_figures, (*TABLE1, *TABLE2), seeds=3, takes_methods=True,
     ),
     Experiment(
         "medmnist", "the MedMNIST rows: the mistake in the scaling of images, and its correction",

@@ -103,7 +103,8 @@ def cell_table(cell: Cell, by_name: Mapping[str, list[Row]]) -> Table:
         rows = by_name[name]
         first, test = rows[0], paired(ours, by_seed(rows)) if name != OURS else None
         kept = f"{statistics.fmean(row['personal_mean'] for row in rows):,.0f}" if _is_served(first) else "all"
-        use = first["use_passes"] + (FINETUNING if first["model"] == "finetuned" else 0)
+        before = {"last": 0, "finetuned": first["use_passes"] + FINETUNING}  # a last model is used as it is
+        use = before.get(str(first["model"]), first["use_passes"])
         traffic = statistics.fmean((row["bytes_down"] + row["bytes_up"]) / row["rounds"] / 1e6 for row in rows)
         shown = f" ({probability(test.p)})" if test and test.p is not None else ""
         table.add(

@@ -124,6 +124,7 @@ class Work:
     progress: Listener = lambda what, share: None
     sources: Sequence[Path] = ()  # folders with result files
     notes: list[str] = field(default_factory=list)  # what is not done, in sentences
+    failed: list[str] = field(default_factory=list)  # runs that failed, and why
 
     @property
     def minutes(self) -> float | None:
@@ -176,7 +177,7 @@ class Work:
         )
         if outcome.bug:
             raise outcome.bug
-        self.notes += [f"{name} failed: {one.error}" for name, one in outcome.failed.items()]
+        self.failed += [f"{name} failed: {one.error}" for name, one in outcome.failed.items()]
         if outcome.missing:
             self.notes.append(
                 f"{len(outcome.missing)} of {len(by_name)} runs are not done: call the same command again"
@@ -215,6 +216,8 @@ class Experiment:
     needs_data: bool = True
     trains: bool = True
     takes_folders: bool = False  # reads result files of other folders
+    takes_methods: bool = False
+    takes_quantiles: bool = False
     beyond: bool = False  # goes beyond the paper
 
 
@@ -239,6 +242,10 @@ def setting_for(
         raise FedobpError(f"--seeds must be at least 1, not {seeds}: it is the number of seeds")
     if rounds is not None and rounds < 1:
         raise FedobpError(f"--rounds must be at least 1, not {rounds}")
+    if methods and not experiment.takes_methods:
+        raise FedobpError(f"{experiment.name} has methods of its own: leave out --methods")
+    if long_grid and not experiment.takes_quantiles:
+        raise FedobpError(f"{experiment.name} does not sweep over quantiles: leave out --paper-grid")
     for name in datasets:
         describe(name, data_dir())  # an unknown name is refused
     count = seeds or {"smoke": experiment.smoke_seeds, "short": 1, "full": experiment.seeds}[scale]
@@ -265,7 +272,7 @@ def run_experiment(experiment: Experiment, setting: Setting, work: Work) -> dict
     for path, rows in zip(paths, found.values(), strict=True):
         write_rows(path, rows)
     tables = experiment.tables(setting, found)
-    tables[-1] = replace(tables[-1], notes=[*tables[-1].notes, *work.notes])
+    tables[-1] = replace(tables[-1], notes=[*tables[-1].notes, *work.notes, *work.failed])
     head = f"# {experiment.name}: {experiment.summary}\n\n{describe_setting(setting, experiment.trains)}\n\n"
     for name, text in (
         ("table.md", head + "\n".join(table.markdown() for table in tables)),
@@ -283,6 +290,7 @@ def run_experiment(experiment: Experiment, setting: Setting, work: Work) -> dict
         "files": [path.name for path in paths],
         "rows": {name: len(rows) for name, rows in found.items()},
         "notes": work.notes,
+        "failed": work.failed,
     }
 
 

@@ -355,15 +355,16 @@ def rate_figures(setting: Setting, files: Files) -> "dict[str, Figure]":
 EXPERIMENTS = [
     Experiment(
         "quantiles", "accuracy and number of personal parameters over the quantile q", train_cases(quantile_cases),
-        quantile_tables, quantile_figures, ALL,
+        quantile_tables, quantile_figures, ALL, takes_quantiles=True,
     ),
     Experiment(
         "scores", "OBP, gradient and Fisher scores over the quantiles, over all entries and in each tensor",
-        train_cases(score_cases), score_tables, score_figures, ALL, alphas=(0.1,),
+        train_cases(score_cases), score_tables, score_figures, ALL, alphas=(0.1,), takes_quantiles=True,
     ),
     Experiment(
         "communication", "accuracy against the bytes down, positions of personal entries included",
         train_cases(quantile_cases), communication_tables, communication_figures, ALL, alphas=(0.1,),
+        takes_quantiles=True,
     ),
     Experiment(
         "participation", "accuracy against the share of clients in a round, for the three scores",
