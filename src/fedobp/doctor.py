@@ -18,7 +18,7 @@ from fedobp.engine.kernels.cache import cache_folder
 from fedobp.engine.kernels.cards import card_of, known_card
 from fedobp.engine.kernels.diagnosis import diagnosis
 from fedobp.engine.kernels.dispatch import card_problem, known_table, triton_problem
-from fedobp.errors import FedobpError
+from fedobp.errors import FedobpError, first_line
 
 _PACKAGES = ("torch", "triton", "numpy", "scipy", "scikit-learn", "safetensors", "pyarrow", "pandas", "datasets",
              "tensorboard", "wandb", "mlflow", "flwr")  # fmt: skip
@@ -26,8 +26,9 @@ _PACKAGES = ("torch", "triton", "numpy", "scipy", "scikit-learn", "safetensors",
 
 def examine(card: str | None = None, precision: Any = "bf16", folder: str | None = None) -> dict[str, Any]:
     """Return what this machine has; with a `card`, such as 8.6, what the kernels would do on one that is not there."""
-    device = torch.device("cuda") if torch.cuda.is_available() else None
-    chosen = known_card(card) if card else card_of(device) if device else None
+    device = _device() if torch.cuda.is_available() else None
+    usable = device is not None and "problem" not in device
+    chosen = known_card(card) if card else card_of(torch.device("cuda")) if usable else None
     data = _data(folder)
     folders = [str(Path.cwd()), *([data["folder"]] if data["folder"] else [])]
     return {
@@ -36,7 +37,7 @@ def examine(card: str | None = None, precision: Any = "bf16", folder: str | None
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "cuda_build": torch.version.cuda,
-        "device": _device(device) if device else None,
+        "device": device,
         "kernels": diagnosis(chosen, precision, present=card is None) if chosen else None,
         "kernel_cache": None if cache_folder() is None else str(cache_folder()),
         "data": data,
@@ -74,8 +75,13 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _device(device: torch.device) -> dict[str, Any]:
-    free, total = torch.cuda.mem_get_info(device)
+def _device() -> dict[str, Any]:
+    """Return the card that torch uses, or why it cannot be used."""
+    device = torch.device("cuda")
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError as error:  # a process has taken it for itself, or it is broken
+        return {"problem": first_line(error)}
     return {**card_of(device)._asdict(), "count": torch.cuda.device_count(), "memory": {"total": total, "free": free}}
 
 

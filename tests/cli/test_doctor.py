@@ -65,11 +65,24 @@ def test_a_machine_with_a_card(command, monkeypatch):
     card = {**CARD._asdict(), "count": 2, "memory": {"total": 24 << 30, "free": 20 << 30}}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "card_of", lambda device: CARD)
-    monkeypatch.setattr(doctor, "_device", lambda device: card)
+    monkeypatch.setattr(doctor, "_device", lambda: card)
     monkeypatch.setattr("fedobp.engine.kernels.diagnosis.triton_problem", lambda *, launches: "Triton fails")
     said = command("doctor")
     assert "NVIDIA L4, compute capability 8.9, 21.5 GB of 25.8 GB free, 2 cards" in said.out
     assert "off in bf16: Triton fails" in said.out
+
+
+def test_a_card_that_cannot_be_used(command, monkeypatch):
+    def asked(device):
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nSearch for it in the manual")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", asked)
+    said = command("doctor")
+    assert said.code == 0
+    text = " ".join(said.out.split())
+    assert "the card cannot be used: CUDA error: CUDA-capable device(s) is/are busy or unavailable kernels" in text
+    assert "off: there is no card to use" in text
 
 
 def test_a_card_without_free_memory(command, monkeypatch):
@@ -79,7 +92,7 @@ def test_a_card_without_free_memory(command, monkeypatch):
     card = {**CARD._asdict(), "count": 1, "memory": {"total": 24 << 30, "free": 0}}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "card_of", lambda device: CARD)
-    monkeypatch.setattr(doctor, "_device", lambda device: card)
+    monkeypatch.setattr(doctor, "_device", lambda: card)
     for name, value in (
         ("triton_problem", lambda *, launches: None),
         ("known_table", lambda card, precision: shipped_table((9, 0), "bf16")),

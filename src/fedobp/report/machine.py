@@ -51,6 +51,8 @@ def _device(found: Mapping[str, Any]) -> str:
     if device is None:
         build = f"built for CUDA {found['cuda_build']}" if found["cuda_build"] else "without CUDA"
         return f"no card that torch ({build}) can use"
+    if "problem" in device:
+        return f"the card cannot be used: {device['problem']}"
     about = f"{device['name']}, compute capability {'.'.join(map(str, device['capability']))}"
     memory = f"{format_bytes(device['memory']['free'])} of {format_bytes(device['memory']['total'])} free"
     return f"{about}, {memory}{', ' + str(device['count']) + ' cards' if device['count'] > 1 else ''}"
@@ -59,7 +61,7 @@ def _device(found: Mapping[str, Any]) -> str:
 def _kernel_rows(kernels: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     """Return what the kernels do on the card."""
     if kernels is None:
-        return [("kernels", "off: there is no card (fedobp doctor --card 8.6 answers for one that is not there)")]
+        return [("kernels", "off: there is no card to use (fedobp doctor --card 8.6 answers for one that is not there)")]
     shared = f"{kernels['shared_memory'] // 1024} KiB of shared memory a block"
     rows = [
         ("card", f"{kernels['card']}, compute capability {kernels['capability']}, {shared}"),
