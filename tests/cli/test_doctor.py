@@ -82,7 +82,7 @@ def test_a_card_that_cannot_be_used(command, monkeypatch):
     assert said.code == 0
     text = " ".join(said.out.split())
     assert "the card cannot be used: CUDA error: CUDA-capable device(s) is/are busy or unavailable kernels" in text
-    assert "off: there is no card to use" in text
+    assert "off: no card can be used" in text
 
 
 def test_a_card_without_free_memory(command, monkeypatch):

@@ -61,7 +61,7 @@ def _device(found: Mapping[str, Any]) -> str:
 def _kernel_rows(kernels: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     """Return what the kernels do on the card."""
     if kernels is None:
-        return [("kernels", "off: there is no card to use (fedobp doctor --card 8.6 answers for one that is not there)")]
+        return [("kernels", "off: no card can be used (fedobp doctor --card 8.6 answers for one that is not there)")]
     shared = f"{kernels['shared_memory'] // 1024} KiB of shared memory a block"
     rows = [
         ("card", f"{kernels['card']}, compute capability {kernels['capability']}, {shared}"),
