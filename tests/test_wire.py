@@ -21,6 +21,7 @@ from fedobp.records import stack
 from fedobp.wire import (
     _decode_runs,
     _encode_runs,
+    _scanned,
     decode,
     decode_expected,
     encode,
@@ -185,6 +186,18 @@ def test_run_lengths_of_any_mask_are_counted_exactly(runs, rest):
         raw = _encode_runs(mask)
         assert int(run_bytes(torch.from_numpy(mask))) == len(raw)
         assert (_decode_runs(np.frombuffer(raw, np.uint8), len(mask)) == mask).all()
+
+
+@checked
+@given(runs=st.lists(st.integers(1, 20_000), min_size=3, max_size=12), clients=st.integers(1, 3))
+def test_run_lengths_are_counted_without_a_list_as_with_one(runs, clients):
+    """The first is what a GPU does, which has several clients' masks in one tensor."""
+    mask = np.repeat(np.arange(len(runs)) % 2 == 0, runs)
+    keep = torch.from_numpy(mask[: len(mask) // clients * clients].reshape(clients, -1))
+    ends = torch.cat([keep[:, 1:] != keep[:, :-1], torch.ones(clients, 1, dtype=torch.bool)], dim=1)
+    sizes = [len(_encode_runs(row.numpy())) for row in keep]
+    assert run_bytes(keep).tolist() == sizes
+    assert (_scanned(ends) + keep[:, 0]).tolist() == sizes
 
 
 @checked

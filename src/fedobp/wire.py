@@ -92,25 +92,47 @@ def _sparse_bytes(value: Sparse) -> Tensor:
 def run_bytes(keep: Tensor) -> Tensor:
     """Return the bytes of the run lengths of masks [..., N], without waiting for a device.
 
-    A run of at least 128^k entries takes k + 1 bytes. A run that ends at i has at least L entries if entry i - L + 1 is
-    in a run of the same number.
+    A run of at least 128^k entries takes k + 1 bytes. The first run is of dropped entries: it is empty, and takes a
+    byte, if entry 0 is kept.
     """
     size = keep.shape[-1]
     if not size:
         return torch.zeros(keep.shape[:-1], dtype=torch.int64, device=keep.device)
     change = keep[..., 1:] != keep[..., :-1]
-    edge = torch.ones_like(keep[..., :1])
-    ends = torch.cat([change, edge], dim=-1)
-    # The number of each entry's run, counted over all masks: CUDA sums one long vector in parallel, a row of a matrix
-    # in a single block.
-    starts = torch.cat([edge, change], dim=-1)
-    runs = starts.flatten().cumsum(dim=0, dtype=torch.int32).view_as(keep)
-    total = ends.sum(dim=-1) + keep[..., 0]  # the first run is of dropped entries: it is empty if entry 0 is kept
-    length = 128
-    while length <= size:
-        long = ends[..., length - 1 :] & (runs[..., length - 1 :] == runs[..., : size - length + 1])
-        total, length = total + long.sum(dim=-1), length * 128
+    ends = torch.cat([change, torch.ones_like(keep[..., :1])], dim=-1)
+    count = _listed if keep.device.type == "cpu" else _scanned
+    return count(ends) + keep[..., 0]
+
+
+def _listed(ends: Tensor) -> Tensor:
+    """Return the bytes of runs, from where they end, by a list of these places: they are few, and a CPU has them."""
+    size = ends.shape[-1]
+    rows = ends.reshape(-1, size)
+    places = rows.flatten().nonzero().flatten()
+    lengths = places.diff(prepend=places.new_tensor([-1]))
+    used = torch.ones_like(places)
+    for length in _lengths(size):
+        used += lengths >= length
+    return used.new_zeros(len(rows)).index_add_(0, places // size, used).view(ends.shape[:-1])
+
+
+def _scanned(ends: Tensor) -> Tensor:
+    """Return the same without a list, for whose length a host would wait for its device.
+
+    A run that ends at i has at least L entries if entry i - L + 1 is in a run of the same number.
+    """
+    # Counted over all masks: CUDA sums one long vector in parallel, a row of a matrix in a single block.
+    ended = ends.flatten().cumsum(dim=0, dtype=torch.int32).view_as(ends)
+    runs, total = ended - ends.int(), ends.sum(dim=-1)
+    for length in _lengths(ends.shape[-1]):
+        long = ends[..., length - 1 :] & (runs[..., length - 1 :] == runs[..., : ends.shape[-1] - length + 1])
+        total = total + long.sum(dim=-1)
     return total
+
+
+def _lengths(size: int) -> list[int]:
+    """Return the lengths from which a run takes a byte more: 128, 128^2, ..."""
+    return [128**power for power in range(1, 5) if 128**power <= size]
 
 
 def encode(record: Record) -> bytes:
