@@ -40,6 +40,7 @@ from fedobp.engine.lanes import trainer as trainer_module
 from fedobp.importance import above
 from fedobp.launch import StopTraining
 from fedobp.method import RoundContext
+from fedobp.wire import run_bytes
 
 pytestmark = [
     pytest.mark.usefixtures("networks"),
@@ -399,6 +400,14 @@ def test_thresholds_agree_with_the_cpu():
     score = torch.rand(10, 878_538, generator=torch.Generator().manual_seed(0))
     for q in (0.99998, 0.995, 0.3, 0.0, 1.0):
         assert torch.equal(above(score.cuda(), q).cpu(), above(score, q))
+
+
+def test_bytes_of_masks_agree_with_the_cpu():
+    """The run lengths are counted in another way there."""
+    random = torch.Generator().manual_seed(0)
+    for share in (1e-5, 1e-3, 0.5):
+        keep = torch.rand(10, 878_538, generator=random) >= share
+        assert run_bytes(keep.to(DEVICE)).tolist() == run_bytes(keep).tolist()
 
 
 def test_a_run_does_not_change_the_cuda_generator():
