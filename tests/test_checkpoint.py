@@ -19,7 +19,7 @@ from fedobp import Config, Federation, FedobpError, resume_sweep, sweep
 from fedobp.algorithms import METHODS
 from fedobp.checkpoint import Interval, PastRun, note_failure
 from fedobp.files import unwritable
-from fedobp.launch import Launch, StopTraining, simulate
+from fedobp.launch import StopTraining, simulate
 from fedobp.saved_runs import read_run
 from fedobp.storage.tensor_file import read_tensors, write_tensors
 
@@ -462,35 +462,6 @@ def test_a_sweep_that_a_full_disk_has_ended_goes_on_when_it_is_called_again(tmp_
     outcome = resume_sweep(tmp_path / "cut", runs, progress=lambda at: seen.append(at.round))
     assert list(outcome.runs) == list(runs)
     assert seen == [3, 3, 4, 4, 5, 5, 6, 6]
-    assert contents(*(tmp_path / "cut" / name for name in runs)) == contents(
-        *(tmp_path / "whole" / name for name in runs)
-    )
-
-
-def test_a_sweep_without_memory_for_a_launch_trains_the_others_and_goes_on_when_it_is_called_again(
-    tmp_path, monkeypatch
-):
-    runs = {"one": Config(**SMALL), "beside": Config(**SMALL, seed=7), "other": Config(**SMALL, batch_size=7)}
-    resume_sweep(tmp_path / "whole", runs)
-    train = Launch.train
-
-    def without_memory(launch, jobs, prepared=None):
-        if len(launch.active) == 2 and launch.round == 3:
-            return dict.fromkeys(jobs, RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
-        return train(launch, jobs, prepared)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Launch, "train", without_memory)
-        outcome = resume_sweep(tmp_path / "cut", runs, checkpoint_every=1)
-    assert list(outcome.runs) == ["other"]
-    assert outcome.bug is None
-    [error] = {one.error for one in outcome.failed.values()}
-    assert error.startswith("there is not enough memory for 2 runs side by side: free some and repeat the command, or ")
-    assert list(outcome.failed) == ["one", "beside"]
-    assert not list(tmp_path.rglob("failed.json"))
-    seen = []
-    assert resume_sweep(tmp_path / "cut", runs, progress=lambda at: seen.append(at.round)).failed == {}
-    assert seen == [4, 4, 5, 5, 6, 6]
     assert contents(*(tmp_path / "cut" / name for name in runs)) == contents(
         *(tmp_path / "whole" / name for name in runs)
     )

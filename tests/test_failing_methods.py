@@ -60,7 +60,7 @@ class Unhashable:
 
 PLACES = [
     "init", "cohorts", "no cohorts", "no program", "download", "aggregate", "personalize", "predict", "nan",
-    "wrong server",
+    "wrong server", "hparams",
 ]  # fmt: skip
 
 
@@ -77,6 +77,9 @@ class Boom(FedAvg):
     @property
     def predict(self):
         return fail if self.where == "predict" else None
+
+    def hparams(self):
+        return fail() if self.where == "hparams" else {}
 
     def cohorts(self, round, rounds):
         return fail() if self.where == "cohorts" else () if self.where == "no cohorts" else ("sampled",)

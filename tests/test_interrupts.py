@@ -23,3 +23,15 @@ def test_a_signal_that_nothing_asked_for_is_raised_where_the_block_ends():
     assert not interrupts.defer(2)
     with interrupts.deferred():
         assert interrupts.received() is None
+
+
+def test_a_signal_is_raised_although_the_block_fails():
+    """Otherwise a sweep would begin its next launch."""
+
+    @interrupts.deferred()
+    def block():
+        interrupts.defer(15)
+        raise MemoryError
+
+    with pytest.raises(Stopped):
+        block()

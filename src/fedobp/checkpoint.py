@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedobp.config import Config
 from fedobp.engine import Store
-from fedobp.errors import FedobpError, TryAgain, described, short
+from fedobp.errors import FedobpError, TryAgain, described, out_of_memory, short
 from fedobp.files import unwritable, write_json
 from fedobp.records import Tensors
 from fedobp.result import Result
@@ -229,6 +229,8 @@ def _reading(path: Path) -> Iterator[None]:
     except FedobpError as error:
         raise TryAgain(str(error)) from error
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        if out_of_memory(error):
+            raise
         raise TryAgain(
             f"{short(path, 200)} is no checkpoint of this run ({short(described(error), 120)}): remove it, and resume"
         ) from error

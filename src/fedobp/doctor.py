@@ -80,7 +80,7 @@ def _device() -> dict[str, Any]:
     device = torch.device("cuda")
     try:
         free, total = torch.cuda.mem_get_info(device)
-    except RuntimeError as error:  # a process has taken it for itself, or it is broken
+    except Exception as error:  # a process has taken it for itself, or it is broken: torch's classes are unrelated
         return {"problem": first_line(error)}
     return {**card_of(device)._asdict(), "count": torch.cuda.device_count(), "memory": {"total": total, "free": free}}
 

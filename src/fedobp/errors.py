@@ -8,7 +8,10 @@ from collections.abc import Iterable
 STOP_SIGNALS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 # Out of memory: torch on CUDA and on the CPU, C++, threads, and shared libraries that cannot be loaded.
-_NO_MEMORY = re.compile("OutOfMemoryError|can't allocate memory|bad_alloc|can't start new thread|failed to map segment")
+_NO_MEMORY = re.compile(
+    "OutOfMemoryError|out of memory|ALLOC_FAILED|[Cc]an('t|not) allocate memory|bad_alloc|can't start new thread|"
+    "failed to map segment"
+)
 _LISTED, _LISTED_CHARACTERS = 50, 450  # names in a message, and their length; a table may have thousands of columns
 
 
@@ -18,6 +21,10 @@ class FedobpError(Exception):
 
 class TryAgain(FedobpError):
     """A user error whose cause is not the run, such as a full disk: the run is not noted as one that failed."""
+
+
+class NoMemory(FedobpError):
+    """A user error: what is asked for needs more memory than is free now."""
 
 
 class Stopped(BaseException):
@@ -36,7 +43,7 @@ def out_of_memory(error: object) -> bool:
     """Say whether an exception means that there is not enough memory."""
     if isinstance(error, RuntimeError | ImportError):
         return _NO_MEMORY.search(f"{type(error).__name__}: {error}") is not None
-    return isinstance(error, MemoryError)
+    return isinstance(error, MemoryError | NoMemory)
 
 
 def short(value: object, limit: int = 60) -> str:

@@ -23,8 +23,8 @@ def deferred() -> Iterator[None]:
         yield
     finally:
         _waits = False
-    if _received is not None:  # in the last round: what trains next must not begin
-        raise Stopped(_received)
+        if _received is not None:  # not asked for any more: in the last round, or one that failed
+            raise Stopped(_received)
 
 
 def defer(number: int) -> bool:

@@ -43,7 +43,9 @@ def train_launch(plan: str, file: str, launch: list[str], threads: int) -> tuple
         (folder / file).write_text(plan, encoding="utf-8")
         failed = train_launches(read_plan(folder / file), [launch]).failed
         errors = {name: one.error for name, one in failed.items() if not (folder / name / "failed.json").exists()}
-        paths = [path for name in launch for path in sorted((folder / name).rglob("*")) if path.is_file()]
+        # Checkpoints that the caller has are newer than nothing: what has not ended here stays as it is there.
+        ended = [name for name in launch if name not in errors]
+        paths = [path for name in ended for path in sorted((folder / name).rglob("*")) if path.is_file()]
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}, errors
 
 

@@ -140,8 +140,8 @@ def with_method(config: Config, dataset: Dataset) -> tuple[Config, Method]:
         )
     with attributing_errors(method):
         configured = method.configure(options)
+        own = configured.hparams()
     config = replace(config, options={name: getattr(configured, name) for name in names})
-    own = configured.hparams()
     for name in ("lr", "momentum", "weight_decay"):
         if name in own and getattr(config, name) != getattr(Config, name):
             raise FedobpError(f"{method.name} has a {name} of its own ({own[name]:g}): leave out {flag(name)}")

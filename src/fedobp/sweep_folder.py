@@ -5,6 +5,7 @@ one folder: a launch that another one is training is left to it.
 """
 
 import math
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -110,11 +111,11 @@ def train_launches(
                 results = _train(plan, some, report, callbacks, interval)
             except StopTraining:
                 break
-            except (MemoryError, RuntimeError, ImportError) as error:
+            except Exception as error:
                 if not out_of_memory(error):
                     raise
                 clear_frames(error.__traceback__)  # they hold what the next launch needs
-                failed |= {name: _no_memory(plan.configs[name], len(launch)) for name in launch}
+                failed |= {name: _no_memory(plan, name, len(launch)) for name in launch if not plan.is_done(name)}
                 continue
         for name, result in results.items():
             if isinstance(result, Failure):
@@ -124,13 +125,13 @@ def train_launches(
     return Outcome(failed=failed, bug=bug)
 
 
-def _no_memory(config: Config, runs: int) -> Failure:
-    """Return a failure that is not recorded: called again, the sweep goes on with these runs."""
-    less = "use a smaller --participation, --batch-size or --model"
+def _no_memory(plan: Sweep, name: str, runs: int) -> Failure:
+    """Return a failure that is not recorded: called again, the sweep goes on with this run."""
+    config, folder = plan.configs[name], shlex.quote(str(plan.folder))
+    what, less = "this run", "use a smaller --participation, --batch-size or --model"
     if runs > 1:
-        less = "plan a new sweep with a smaller --store-memory, or `memory` in its file"
-    what = f"{runs} runs side by side" if runs > 1 else "this run"
-    error = f"there is not enough memory for {what}: free some and repeat the command, or {less}"
+        what, less = f"{runs} runs side by side", "make a new sweep with a smaller --store-memory"
+    error = f"there is not enough memory for {what}: free some and call `fedobp sweep {folder}`, or {less}"
     return Failure(config.method, config.seed, error, config)
 
 

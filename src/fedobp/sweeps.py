@@ -12,7 +12,7 @@ from fedobp.checkpoint import NEVER, Interval
 from fedobp.config import Config
 from fedobp.data import Dataset
 from fedobp.engine import caught
-from fedobp.errors import FedobpError, described, short, unknown
+from fedobp.errors import FedobpError, described, out_of_memory, short, unknown
 from fedobp.federation import Federation, folder_path, read, source_key, with_dataset
 from fedobp.grouping import check_launches, group_launches
 from fedobp.launch import Progress, RunPlan, train_side_by_side
@@ -209,6 +209,8 @@ def sweep(
             config, dataset = plan.configs[run], plan.datasets[source_key(plan.configs[run])]
             made = caught(partial(Federation.resolved, dataset, config, plan.methods[run], federation))
             if isinstance(made, BaseException):
+                if resume and out_of_memory(made):  # the next call goes on with all runs of the launch
+                    raise made
                 errors[run] = made
             else:
                 federation = made
@@ -246,13 +248,16 @@ def _failed(plan: SweepPlan, errors: Mapping[int, BaseException]) -> list[Failur
 
 
 def _first_bug(failures: Mapping[int, BaseException]) -> BaseException | None:
-    return next((error for error in failures.values() if not isinstance(error, FedobpError)), None)
+    bugs = (error for error in failures.values() if not isinstance(error, FedobpError) and not out_of_memory(error))
+    return next(bugs, None)
 
 
 def _sentence(error: BaseException) -> str:
     """Return what to say about a run's end; a bug of the library is named by its place."""
     if isinstance(error, FedobpError):
         return str(error)
+    if out_of_memory(error):
+        return "there is not enough memory: free some, or use a smaller --participation, --batch-size or --model"
     *_, (frame, line) = walk_tb(error.__traceback__)
     return f"{described(error)} ({frame.f_code.co_filename}:{line})"
 

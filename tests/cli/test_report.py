@@ -40,6 +40,9 @@ def test_the_report_of_a_sweep_says_what_the_sweep_said(command, tmp_path):
     assert "no longer finite" in page
     assert command("report", "sweep").code == 0
     assert (tmp_path / "sweep" / "report.html").read_text() == page
+    (tmp_path / "link").symlink_to("sweep")
+    assert command("report", "link", "sweep", "--out", "both.html").code == 0
+    assert (tmp_path / "both.html").read_text().count("Best of 2 by validation accuracy: ") == 1
     (tmp_path / "sweep" / "fedavg-lr0.1-seed42" / "result.json").unlink()
     command("report", "sweep")
     assert "Not trained yet: 1 run." in (tmp_path / "sweep" / "report.html").read_text()

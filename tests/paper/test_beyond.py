@@ -31,6 +31,14 @@ def test_labels_name_the_parts():
     assert label(row("decoupled", options="rule=rms;c=20.0")) == "decoupled, rms rule"
 
 
+def test_settings_that_all_methods_of_a_cell_share_are_not_in_names():
+    rows = [row(name, training="lr=0.05") for name in (OURS, "fedper")]
+    rows += [row(training="lr=0.05", model=model) for model in ("served", "last")]
+    rows += [row(training="lr=0.05;weight_decay=0.01")]
+    [by_name] = by_cell(rows).values()
+    assert list(by_name) == [OURS, "fedper", "fedavg", "fedavg-last", "fedavg, weight_decay=0.01"]
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -41,7 +41,7 @@ class FedOBPAuto(fl.Method):
     one_label: ClassVar[bool] = True
 
     def hparams(self) -> dict[str, float]:
-        """Clients train with weight decay; `--weight-decay` is refused."""
+        """Clients train with weight decay; any `--weight-decay` but the default is refused."""
         return {"weight_decay": _DECAY}
 
     def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:

@@ -41,7 +41,8 @@ def report(
     with task_progress() as advance:
         runs = find_runs(folders)
         advance(f"drawing {len(runs):,} runs", 0.3)
-        write_report(path, runs, title=title, notes=[note for one in folders for note in notes_of(one, runs)])
+        notes = [note for one in {folder.resolve(): folder for folder in folders} for note in notes_of(one, runs)]
+        write_report(path, runs, title=title, notes=notes)
     if as_json:
         print_result({"out": str(path), "runs": len(runs), "bytes": path.stat().st_size})
     else:

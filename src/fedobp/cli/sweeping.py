@@ -245,14 +245,14 @@ def notes_of(folder: Path, runs: "Sequence[SavedRun]") -> list[str]:
     from fedobp.report.choice import choice_notes, chosen_values
     from fedobp.sweep_plan import plan_file, read_plan
 
+    found = [run for run in runs if run.folder.resolve().parent == folder.resolve()]
     try:
         plan = read_plan(plan_file(folder))
+        rest = plan.outcome([name for name in plan.configs if not (plan.path(name) / "result.json").exists()], {})
     except FedobpError:  # the folder of a run, or of runs without a plan
         return []
-    found = [run for run in runs if run.folder.parent == folder]
     choices = chosen_values([run.to_result() for run in found]) if plan.file.name == "sweep.toml" else []
-    rest = [name for name in plan.configs if not (plan.path(name) / "result.json").exists()]
-    return choice_notes(choices) + _undone(plan.outcome(rest, {}))
+    return choice_notes(choices) + _undone(rest)
 
 
 def _undone(outcome: "Outcome") -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fedobp.errors import FedobpError, first_line
+from fedobp.errors import NoMemory, first_line
 
 
 def free_bytes() -> float:
@@ -44,8 +44,8 @@ def memory_guard(what: str, size: float = 0) -> Iterator[None]:
         raise _out_of_memory(what, _format_bytes(size) if size else first_line(error)) from error
 
 
-def _out_of_memory(what: str, asked: str) -> FedobpError:
-    return FedobpError(
+def _out_of_memory(what: str, asked: str) -> NoMemory:
+    return NoMemory(
         f"{what} needs more memory than there is (asked for: {asked}; free: {_format_bytes(free_bytes())}): use "
         "fewer or smaller samples, or a machine with more memory"
     )

@@ -5,7 +5,7 @@ clients' own last models and fine-tuned models give, where these are baselines o
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,12 +66,15 @@ def cell_of(row: Row) -> Cell:
     return Cell(str(dataset), str(network), str(partition), shift or "", *numbers)  # type: ignore[arg-type]
 
 
-def label(row: Row) -> str | None:
-    """Return the name of a row's method with its parts; None for a model that is no baseline."""
-    parts = dict(pair.split("=", 1) for pair in (row.get("parts") or "").split(";") if pair)
-    name = str(row["method"])
+def label(row: Row, shared: Container[str] = ()) -> str | None:
+    """Return the name of a row's method with its parts; None for a model that is no baseline.
+
+    Settings of local training that all rows of a cell share are not named.
+    """
+    parts = dict(pair.split("=", 1) for pair in _pairs(row, "parts"))
+    name, training = str(row["method"]), [pair for pair in _pairs(row, "training") if pair not in shared]
     if row.get("model", "served") != "served":
-        return None if parts or row.get("training") else _MODELS.get((name, row["model"]))
+        return None if parts or training else _MODELS.get((name, row["model"]))
     if "prior" in parts:
         name += "-prior" + (" (served)" if parts["prior"] == "serve" else "")
     if "calibrate" in parts:
@@ -80,18 +83,26 @@ def label(row: Row) -> str | None:
         name += ", averaged"
     if {"compress_down", "compress_up"} & parts.keys():
         name += ", compressed"
-    if training := row.get("training"):
-        name += f", {training.replace(';', ', ')}"
+    name = ", ".join([name, *training])
     return name + (f", {_RULES[rule]}" if (rule := option(row, "rule")) in _RULES else "")
 
 
 def by_cell(rows: Sequence[Row]) -> dict[Cell, dict[str, list[Row]]]:
     """Return the rows of each cell by label, in the order in which they occur."""
-    found: dict[Cell, dict[str, list[Row]]] = {}
+    cells: dict[Cell, list[Row]] = {}
     for row in rows:
-        if name := label(row):
-            found.setdefault(cell_of(row), {}).setdefault(name, []).append(row)
-    return found
+        cells.setdefault(cell_of(row), []).append(row)
+    found: dict[Cell, dict[str, list[Row]]] = {cell: {} for cell in cells}
+    for cell, of_cell in cells.items():
+        shared = set.intersection(*(set(_pairs(row, "training")) for row in of_cell))
+        for row in of_cell:
+            if name := label(row, shared):
+                found[cell].setdefault(name, []).append(row)
+    return {cell: by_name for cell, by_name in found.items() if by_name}
+
+
+def _pairs(row: Row, column: str) -> list[str]:
+    return [pair for pair in (row.get(column) or "").split(";") if pair]
 
 
 def cell_table(cell: Cell, by_name: Mapping[str, list[Row]]) -> Table:

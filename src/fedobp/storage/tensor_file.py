@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Final
 import torch
 from torch import Tensor
 
-from fedobp.errors import FedobpError, first_line, short
+from fedobp.errors import FedobpError, first_line, out_of_memory, short
 from fedobp.files import atomic_write, regular
 
 FORMAT = 1
@@ -77,6 +77,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
         version, checksum = about.pop("format", 0), about.pop("sha256", None)
     except (OSError, SafetensorError, KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        if out_of_memory(error):
+            raise
         raise FedobpError(f"{where} is damaged, or is not fedobp's ({first_line(error)}): take another copy") from error
     if version == 0 and checksum is None:
         warnings.warn(f"{where} is of an older version of fedobp and has no checksum: it is not verified", stacklevel=2)
