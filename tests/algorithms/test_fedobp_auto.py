@@ -15,7 +15,7 @@ from fedobp import Config, Federation, FedobpError
 @pytest.mark.essential
 def test_it_is_the_sum_of_its_parts():
     config = Config(**SMALL, method="fedobp-auto", finetune_epochs=1)
-    same = {"prior": "train", "average": 0.05, "calibrate": "head", "weight_decay": 0.003}
+    same = {"prior": "train", "average": 0.05, "calibrate": "head", "weight_decay": 0.006}
     parts = replace(config, method="fedacg", options={"beta": 0.7}, **same)
     one, other = (Federation(settings).run() for settings in (config, parts))
     assert (one.accuracy, one.last, one.finetuned) == (other.accuracy, other.last, other.finetuned)
@@ -45,7 +45,7 @@ def test_both_engines_agree():
 
 def test_a_weight_decay_beside_its_own_is_refused():
     with pytest.raises(
-        FedobpError, match=r"fedobp-auto has a weight_decay of its own \(0\.003\): leave out --weight-decay"
+        FedobpError, match=r"fedobp-auto has a weight_decay of its own \(0\.006\): leave out --weight-decay"
     ):
         Federation(Config(**SMALL, method="fedobp-auto", weight_decay=0.1))
 

@@ -25,7 +25,7 @@ from fedobp.algorithms.fedacg import FedACG
 from fedobp.averaged import averaged
 from fedobp.label_prior import label_prior
 
-_DECAY = 0.003
+_DECAY = 0.006
 _PARTS = label_prior(averaged(FedACG(beta=0.7), 0.05), "train", "head")
 
 
