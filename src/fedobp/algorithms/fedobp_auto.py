@@ -35,7 +35,7 @@ class FedOBPAuto(fl.Method):
 
     name: ClassVar[str] = "fedobp-auto"
     summary: ClassVar[str] = (
-        "Nothing to tune: a better global model; before use, few entries of its last layer are fitted"
+        "nothing to tune: a better global model; few entries of its last layer are fitted before use"
     )
     paper: ClassVar[str] = "no paper: docs/beyond.md"
     one_label: ClassVar[bool] = True
