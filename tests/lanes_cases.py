@@ -13,6 +13,7 @@ from torch import nn
 from torch.func import grad
 from torch.nn import functional
 
+from fedobp.algorithms import METHODS
 from fedobp.data import Dataset, FederatedData, Shard
 from fedobp.engine import Budget, ClientPool, Lanes, PoolJob, Serial
 from fedobp.method import RoundContext, Sparse, Sweep, Train
@@ -401,6 +402,12 @@ def vectors(result):
 def metrics(folder):
     """The lines of a run's log."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def settings_for(method, settings):
+    """Return settings without those that the method has of its own: they are refused beside it."""
+    own = METHODS[method].configure({}).hparams()
+    return {name: value for name, value in settings.items() if name not in own}
 
 
 def same(ours, theirs, atol=1e-9):

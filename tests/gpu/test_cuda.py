@@ -29,6 +29,7 @@ from lanes_cases import (
     make_pool,
     run_rounds,
     same,
+    settings_for,
 )
 from lanes_cases import compare as compare_engines
 
@@ -191,8 +192,9 @@ def test_a_run_on_cuda_equals_the_oracle_in_float64(method):
 @pytest.mark.usefixtures("ragged")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_with_clients_of_unequal_size_and_momentum_equals_the_oracle(method):
-    ours = Federation(Config(**RAGGED, device=DEVICE)).run(method)
-    same(ours, Federation(Config(**RAGGED, device="cpu", engine="serial")).run(method))
+    settings = settings_for(method, RAGGED)
+    ours = Federation(Config(**settings, device=DEVICE)).run(method)
+    same(ours, Federation(Config(**settings, device="cpu", engine="serial")).run(method))
 
 
 @pytest.mark.usefixtures("ragged")

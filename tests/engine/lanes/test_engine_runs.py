@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lanes_cases import BATCH, CLIENTS, TRAIN, metrics, same, vector
+from lanes_cases import BATCH, CLIENTS, TRAIN, metrics, same, settings_for, vector
 
 from fedobp import Config, Federation, FedobpError, sweep
 from fedobp.algorithms import METHODS
@@ -86,8 +86,9 @@ ALL = [(method, options) for method in METHODS for options in CASES.get(method, 
 @pytest.mark.usefixtures("ragged")
 @pytest.mark.parametrize(("method", "options"), ALL)
 def test_every_method_equals_the_oracle(method, options, tmp_path):
+    settings = settings_for(method, {**RAGGED, **EVERYTHING})
     found = {
-        engine: Federation(Config(**RAGGED, **EVERYTHING, engine=engine)).run(method, out=tmp_path / engine, **options)
+        engine: Federation(Config(**settings, engine=engine)).run(method, out=tmp_path / engine, **options)
         for engine in ("lanes", "serial")
     }
     same(found["lanes"], found["serial"])
