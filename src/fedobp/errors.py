@@ -12,6 +12,7 @@ _NO_MEMORY = re.compile(
     "OutOfMemoryError|out of memory|ALLOC_FAILED|[Cc]an('t|not) allocate memory|bad_alloc|can't start new thread|"
     "failed to map segment"
 )
+LESS_MEMORY = "use a smaller --participation, --batch-size or --model"
 _LISTED, _LISTED_CHARACTERS = 50, 450  # names in a message, and their length; a table may have thousands of columns
 
 

@@ -43,7 +43,7 @@ def train_launch(plan: str, file: str, launch: list[str], threads: int) -> tuple
         (folder / file).write_text(plan, encoding="utf-8")
         failed = train_launches(read_plan(folder / file), [launch]).failed
         errors = {name: one.error for name, one in failed.items() if not (folder / name / "failed.json").exists()}
-        # Checkpoints that the caller has are newer than nothing: what has not ended here stays as it is there.
+        # Files of a run that has not ended would replace the caller's own checkpoints of it.
         ended = [name for name in launch if name not in errors]
         paths = [path for name in ended for path in sorted((folder / name).rglob("*")) if path.is_file()]
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}, errors

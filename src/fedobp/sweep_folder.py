@@ -20,7 +20,7 @@ from fedobp.checkpoint import NEVER, Interval
 from fedobp.config import Config
 from fedobp.csv_rows import write_rows
 from fedobp.data import Dataset
-from fedobp.errors import FedobpError, out_of_memory, short
+from fedobp.errors import LESS_MEMORY, FedobpError, out_of_memory, short
 from fedobp.federation import folder_path
 from fedobp.files import lock, unwritable, write_json
 from fedobp.launch import Progress, StopTraining
@@ -128,7 +128,7 @@ def train_launches(
 def _no_memory(plan: Sweep, name: str, runs: int) -> Failure:
     """Return a failure that is not recorded: called again, the sweep goes on with this run."""
     config, folder = plan.configs[name], shlex.quote(str(plan.folder))
-    what, less = "this run", "use a smaller --participation, --batch-size or --model"
+    what, less = "this run", LESS_MEMORY
     if runs > 1:
         what, less = f"{runs} runs side by side", "make a new sweep with a smaller --store-memory"
     error = f"there is not enough memory for {what}: free some and call `fedobp sweep {folder}`, or {less}"

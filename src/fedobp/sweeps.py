@@ -12,7 +12,7 @@ from fedobp.checkpoint import NEVER, Interval
 from fedobp.config import Config
 from fedobp.data import Dataset
 from fedobp.engine import caught
-from fedobp.errors import FedobpError, described, out_of_memory, short, unknown
+from fedobp.errors import LESS_MEMORY, FedobpError, described, out_of_memory, short, unknown
 from fedobp.federation import Federation, folder_path, read, source_key, with_dataset
 from fedobp.grouping import check_launches, group_launches
 from fedobp.launch import Progress, RunPlan, train_side_by_side
@@ -257,7 +257,7 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, FedobpError):
         return str(error)
     if out_of_memory(error):
-        return "there is not enough memory: free some, or use a smaller --participation, --batch-size or --model"
+        return f"there is not enough memory: free some, or {LESS_MEMORY}"
     *_, (frame, line) = walk_tb(error.__traceback__)
     return f"{described(error)} ({frame.f_code.co_filename}:{line})"
 

@@ -11,8 +11,7 @@ Traffic and passes are FedAvg's, and no state stays on a client. It is made of p
    entries are personal, and chosen by importance; but the score is what is gained by refitting an entry, n g^2 / F, not
    how far training has moved it, and its threshold follows from the number of entries.
 
-4 is a convex problem on the features of one forward pass. The constants were chosen on validation parts
-(docs/methods/fedobp-auto.md).
+4 is a convex problem on the features of one forward pass. docs/beyond.md says how the constants were chosen.
 """
 
 from dataclasses import dataclass

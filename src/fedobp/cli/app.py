@@ -23,7 +23,7 @@ from fedobp.cli.report import plot, report
 from fedobp.cli.run import run
 from fedobp.cli.sweep import collect, sweep
 from fedobp.cli.tune import tune
-from fedobp.errors import STOP_SIGNALS, FedobpError, Stopped, out_of_memory, short
+from fedobp.errors import LESS_MEMORY, STOP_SIGNALS, FedobpError, Stopped, out_of_memory, short
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 for command in (run, compare, sweep, collect, report, plot, paper, partition, bench, methods, models, doctor, tune):
@@ -57,7 +57,7 @@ def main() -> NoReturn:
     except (MemoryError, RuntimeError, ImportError) as error:
         if not out_of_memory(error):
             raise
-        code = print_error("there is not enough memory: use a smaller --participation, --batch-size or --model", 300)
+        code = print_error(f"there is not enough memory: {LESS_MEMORY}", 300)
     except OSError as error:
         if error.filename is None:
             raise

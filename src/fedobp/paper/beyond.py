@@ -92,13 +92,13 @@ def by_cell(rows: Sequence[Row]) -> dict[Cell, dict[str, list[Row]]]:
     cells: dict[Cell, list[Row]] = {}
     for row in rows:
         cells.setdefault(cell_of(row), []).append(row)
-    found: dict[Cell, dict[str, list[Row]]] = {cell: {} for cell in cells}
+    found: dict[Cell, dict[str, list[Row]]] = {}
     for cell, of_cell in cells.items():
         shared = set.intersection(*(set(_pairs(row, "training")) for row in of_cell))
         for row in of_cell:
             if name := label(row, shared):
-                found[cell].setdefault(name, []).append(row)
-    return {cell: by_name for cell, by_name in found.items() if by_name}
+                found.setdefault(cell, {}).setdefault(name, []).append(row)
+    return found
 
 
 def _pairs(row: Row, column: str) -> list[str]:
