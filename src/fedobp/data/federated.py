@@ -114,7 +114,7 @@ class FederatedData:
 
     def describe_clients(self, clients: Tensor) -> list[dict[str, float]]:
         """Return the sizes of clients, and the entropy of their training labels in bits."""
-        counts = self.counts_of(clients).double()
+        counts = self.counts_of(clients).cpu().double()  # CUDA would compile `entr`
         shares = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
         entropy = torch.special.entr(shares).sum(dim=1) / np.log(2)
         return [

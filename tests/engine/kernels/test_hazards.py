@@ -249,6 +249,16 @@ def test_both_sides_of_a_branch_are_executed():
     assert hazards(program(alloc("a") + either + write)) == OVERWRITTEN
 
 
+def test_grids_have_two_dimensions():
+    """A program's number in the third is 0; its other numbers may be any."""
+    write = f"    ttg.local_store %x, %a : tensor<64x64xbf16> -> {TILE}\n"
+    body = "    %id = tt.get_program_id z : i32\n    %later = arith.cmpi ne, %id, %c0 : i32\n"
+    body += alloc("a") + "    scf.if %later {\n" + product("a", "a") + "    }\n" + write
+    assert hazards(program(body)) == []
+    assert hazards(program(body.replace("ne, %id", "eq, %id"))) == OVERWRITTEN
+    assert hazards(program(body.replace("program_id z", "program_id x"))) == OVERWRITTEN
+
+
 def test_blocks_are_executed_in_the_order_of_their_jumps():
     write = f"    ttg.local_store %x, %a : tensor<64x64xbf16> -> {TILE}\n"
     jumps = "    cf.cond_br %unknown, ^bb1, ^bb3\n  ^bb1:  // pred\n    cf.br ^bb3\n"

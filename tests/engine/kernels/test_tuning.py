@@ -193,7 +193,7 @@ def test_the_bench_launches_every_kernel_and_skips_what_cannot_be_used(monkeypat
     monkeypatch.setattr("fedobp.engine.kernels.launches.Launch.compiled", lambda launch: None)
     roomy = known_card("9.0")._replace(shared=2 << 20)
     compiled = []
-    compilers = SimpleNamespace(compile=lambda found, seconds: compiled.extend(found) or [True] * len(found))
+    compilers = SimpleNamespace(compile=lambda found, seconds: compiled.extend(found) or range(len(found)))
     bench = tuning.Bench(roomy, "fp32", 1, CPU, must_read=True, compilers=compilers)
     large = replace(LARGE, splits=(3, 2))
     assert bench.price(large, "conv1") == math.inf  # it was not prepared
@@ -204,6 +204,10 @@ def test_the_bench_launches_every_kernel_and_skips_what_cannot_be_used(monkeypat
     assert bench.price(large, "conv1") == 500.0
     bench.prepare("splits", [large], 60.0)
     assert bench.price(large, "splits") == 1000.0  # with `update`
+    compilers.compile = lambda found, seconds: range(0)
+    bench.prepare("conv2", [large], 60.0)
+    assert bench.price(large, "conv2") == math.inf  # it cannot be compiled
+    compilers.compile = lambda found, seconds: range(len(found))
     wide = replace(large, conv2=Tile(4096, 0, 4, 5))
     bench.prepare("conv2", [wide], 60.0)
     assert bench.price(wide, "conv2") == math.inf  # more shared memory than the card has

@@ -162,7 +162,8 @@ def conv2_inputs(
     d = d2 + lane * (B * W * W * 64) + ((image * W + y) * W + x)[:, None] * 64 + k[None, :]
     tap = weights + lane * TAPS2 + (n % 32)[:, None] * 64 + k[None, :]
     g = tl.zeros((ROWS, N), tl.float32)
-    for t in range((4 + SIDE) * (4 + SIDE)):
+    # From 0: a `Launch` has at most two dimensions. If the assembler knew that, it would unroll the loop, for seconds.
+    for t in range(tl.program_id(2), (4 + SIDE) * (4 + SIDE)):
         ty = t // (4 + SIDE)
         tx = t % (4 + SIDE)
         ky = py + 4 - ty

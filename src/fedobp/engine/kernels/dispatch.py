@@ -73,8 +73,11 @@ def checked(model: Model, batch: int, precision: "KernelPrecision", mode: Kernel
     if problem := card_problem(card) or triton_problem():
         raise Unusable(problem)
     from fedobp.engine.kernels import cache as files
+    from fedobp.engine.kernels.compilation import hashing
     from fedobp.engine.kernels.fused import Fused
     from fedobp.engine.kernels.self_check import compile_ahead, disagreement
+
+    hashing()  # it begins here, because compiling needs it soon
 
     def kernels_of(table: Table) -> Fused:
         return Fused(model, batch, precision, table.entries, device, card, must_read)

@@ -13,7 +13,7 @@ from fedobp.data import FederatedData
 from fedobp.engine.cuda_graphs import capture
 from fedobp.engine.im2col import patched
 from fedobp.engine.kernels.cards import Card
-from fedobp.engine.kernels.compilation import compile_all, launch_checked
+from fedobp.engine.kernels.compilation import check, compile_all, launch_checked
 from fedobp.engine.kernels.convolutions import ConvConfig, FusedCNN
 from fedobp.engine.kernels.launches import Launch
 from fedobp.engine.kernels.param_layout import arrange
@@ -178,6 +178,10 @@ class Fused:
     def needed(self, lanes: int, data: FederatedData) -> list[Launch]:
         """Return launches of all kernel variants that plain SGD of so many lanes, and an evaluation, may use."""
         return list(self._needed(StepConfig(self._shapes, self._precision, "all"), lanes, data).values())
+
+    def check(self, launch: Launch) -> None:
+        """Compile a kernel, and refuse it if it has a problem on the card."""
+        check(launch, self._card, self._must_read)
 
     def forget(self, data: FederatedData) -> None:
         """Free the buffers and graphs for these samples, under all partitions, and the scaling of this one."""

@@ -25,7 +25,7 @@ class Launch:
     """A kernel with its grid, its arguments and the compiler's options: a call launches it."""
 
     kernel: Any
-    grid: tuple[int, ...]
+    grid: tuple[int] | tuple[int, int]
     args: tuple[Any, ...]  # tensors, and numbers that the compiler does not know
     constants: tuple[Any, ...]
     warps: int = 4

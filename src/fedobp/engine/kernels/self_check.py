@@ -1,7 +1,8 @@
 """A check of the fused kernels on the device at hand, with the installed versions: a few steps on noise."""
 
 from collections.abc import Sequence
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -29,7 +30,9 @@ LABEL_BOUND = 0.02  # of logits: other labels are chosen only in near ties
 _SAMPLES, _STEPS = 100, 2
 _LANES = 20  # compared with the reference, in as many trainings as needed: of two lanes alone both may be unusual
 _RATES = (0.02, 0.01, 0.015)  # learning rates of three lanes in turn
-_SLOW = ("conv2_inputs", "update", "conv2")  # to compile: some shapes take seconds, and are begun first
+_SLOW = ("update", "conv2")  # to compile: these are begun first
+# The reference runs without cuDNN, which the kernels do not need: loading it takes longer than the check.
+_without_cudnn = partial(torch.backends.cudnn.flags, enabled=False)
 _Training = tuple[Tensor, Rule, Part, Tensor, Tensor, list[FederatedData], list[int]]  # the arguments of `Fused.train`
 
 
@@ -43,8 +46,7 @@ def disagreement(fused: Fused, model: Model, lanes: Sequence[int] = (20, 2)) -> 
     """
     data = noise(model, _SAMPLES, fused.device)
     try:
-        # The reference without cuDNN, which the kernels do not need: loading it takes longer than the check.
-        with torch.backends.cudnn.flags(enabled=False):
+        with _without_cudnn():
             for number in lanes:
                 if wrong := _wrong_steps(fused, model, data, number) or _wrong_labels(fused, model, data, number):
                     return f"with {number} lanes, {wrong}"
@@ -56,12 +58,21 @@ def disagreement(fused: Fused, model: Model, lanes: Sequence[int] = (20, 2)) -> 
 def compile_ahead(fused: Fused, model: Model, card: Card) -> None:
     """Have other processes compile what the first use needs: the check's kernels, which runs need too, and specimens.
 
-    What they cannot compile is compiled, or refused, where it is used.
+    Meanwhile this process loads what the check needs, and checks the kernels that are done for races. Whatever fails
+    here is done again, or refused, where it is used.
     """
-    launches = [*fused.needed(_LANES, noise(model, _SAMPLES, fused.device)), *specimens(card.capability).values()]
+    data = noise(model, _SAMPLES, fused.device)
+    kernels = fused.needed(_LANES, data)
+    launches, checked = [*kernels, *specimens(card.capability).values()], {one.variant for one in kernels}
     launches.sort(key=lambda one: one.kernel.__name__ not in _SLOW)
     with Compilers(len(launches)) as compilers:
-        compilers.compile([one.description(card.capability) for one in launches])
+        done = compilers.compile([one.description(card.capability) for one in launches])
+        with suppress(Exception), _without_cudnn():
+            expected_steps(model, fused.precision, *_training(model, fused.batch, data, range(_LANES), [1] * _LANES))
+        for one in (launches[at] for at in done):
+            if one.variant in checked:
+                with suppress(Exception):
+                    fused.check(one)
 
 
 def noise(model: Model, samples: int, device: torch.device) -> FederatedData:

@@ -152,11 +152,9 @@ class Bench:
         """Compile a kernel in many shapes at once, and note which can be used, on one lane."""
         chosen = {one.variant: one for tiles in entries for one in self._timed(tiles, what, self._small)}
 
-        new = {name: one for name, one in chosen.items() if name not in self._usable}
-        done = self._compilers.compile([one.description(self.card.capability) for one in new.values()], seconds)
-        for (name, one), compiled in zip(new.items(), done, strict=True):
-            if compiled:
-                self._usable[name] = self._is_usable(one)
+        new = [one for name, one in chosen.items() if name not in self._usable]
+        for at in self._compilers.compile([one.description(self.card.capability) for one in new], seconds):
+            self._usable[new[at].variant] = self._is_usable(new[at])
         torch.cuda.synchronize(self.device)
 
     def _is_usable(self, one: Launch) -> bool:
