@@ -1,6 +1,6 @@
 import torch
 
-from fedobp.transfer import AsyncCopy, to_device
+from fedobp.transfer import AsyncCopy, Deferred, to_device
 
 CPU = torch.device("cpu")
 
@@ -22,3 +22,10 @@ def test_a_tensor_on_its_device_is_the_same_tensor():
 def test_a_copy_of_a_tensor_on_the_cpu_is_that_tensor():
     tensor = torch.arange(3)
     assert AsyncCopy(tensor).value() is tensor
+
+
+def test_a_deferred_value_is_computed_when_it_is_asked_for():
+    tensor = torch.arange(3)
+    value = Deferred(lambda given: int(given.sum()), tensor)
+    tensor += 1
+    assert value.value() == 6

@@ -14,6 +14,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from fedobp.errors import FedobpError, first_line, short
 from fedobp.records import Record, Sparse, shapes_of, take, types_of, unsent
-from fedobp.transfer import AsyncCopy
+from fedobp.transfer import AsyncCopy, Deferred
 
 VERSION = 2
 _MAGIC = b"FOBP"
@@ -61,12 +62,12 @@ class Payload:
         whole = [value for value in record.values() if isinstance(value, Tensor)]
         self._whole = sum(value.numel() * value.element_size() for value in whole)
         masked = [value for value in record.values() if isinstance(value, Sparse)]
-        self._masked = [AsyncCopy(_sparse_bytes(value).sum()) for value in masked]
+        self._masked = [Deferred(partial(_sparse_bytes, value.values.element_size()), value.keep) for value in masked]
 
     def bytes(self) -> int:
         """Wait for the numbers, and return the number of bytes."""
         if not self._encoded:
-            return self._whole + sum(int(size.value()) for size in self._masked)
+            return self._whole + sum(size.value() for size in self._masked)
         parts = {name: [copy.value() for copy in copies] for name, copies in self._copies.items()}
         record: Record = {name: Sparse(*found) if len(found) == 2 else found[0] for name, found in parts.items()}
         clients = len(next(iter(parts.values()))[0])
@@ -82,57 +83,31 @@ def _values(value: Tensor | Sparse) -> Tensor:
     return value.values if isinstance(value, Sparse) else value
 
 
-def _sparse_bytes(value: Sparse) -> Tensor:
-    """Return the payload of each client's sparse vector: the kept values, and the mask in its cheapest form."""
-    kept, size = value.keep.sum(dim=-1), value.keep.shape[-1]
-    shortest = torch.minimum(4 * torch.minimum(kept, size - kept), run_bytes(value.keep)).clamp(max=math.ceil(size / 8))
-    return kept * value.values.element_size() + shortest
+def _sparse_bytes(each: int, keep: Tensor) -> int:
+    """Return the payload of sparse vectors: the kept values of `each` bytes, and each mask in its cheapest form."""
+    kept, size = keep.sum(dim=-1), keep.shape[-1]
+    shortest = torch.minimum(4 * torch.minimum(kept, size - kept), run_bytes(keep)).clamp(max=math.ceil(size / 8))
+    return int((kept * each + shortest).sum())
 
 
 def run_bytes(keep: Tensor) -> Tensor:
-    """Return the bytes of the run lengths of masks [..., N], without waiting for a device.
+    """Return the bytes of the run lengths of masks [..., N].
 
     A run of at least 128^k entries takes k + 1 bytes. The first run is of dropped entries: it is empty, and takes a
-    byte, if entry 0 is kept.
+    byte, if entry 0 is kept. Runs are listed by where they end: few places, unless a mask is as good as random.
     """
     size = keep.shape[-1]
     if not size:
         return torch.zeros(keep.shape[:-1], dtype=torch.int64, device=keep.device)
     change = keep[..., 1:] != keep[..., :-1]
     ends = torch.cat([change, torch.ones_like(keep[..., :1])], dim=-1)
-    count = _listed if keep.device.type == "cpu" else _scanned
-    return count(ends) + keep[..., 0]
-
-
-def _listed(ends: Tensor) -> Tensor:
-    """Return the bytes of runs, from where they end, by a list of these places: they are few, and a CPU has them."""
-    size = ends.shape[-1]
-    rows = ends.reshape(-1, size)
-    places = rows.flatten().nonzero().flatten()
+    places = ends.flatten().nonzero().flatten()
     lengths = places.diff(prepend=places.new_tensor([-1]))
     used = torch.ones_like(places)
-    for length in _lengths(size):
+    for length in (128**power for power in range(1, 5) if 128**power <= size):
         used += lengths >= length
-    return used.new_zeros(len(rows)).index_add_(0, places // size, used).view(ends.shape[:-1])
-
-
-def _scanned(ends: Tensor) -> Tensor:
-    """Return the same without a list, for whose length a host would wait for its device.
-
-    A run that ends at i has at least L entries if entry i - L + 1 is in a run of the same number.
-    """
-    # Counted over all masks: CUDA sums one long vector in parallel, a row of a matrix in a single block.
-    ended = ends.flatten().cumsum(dim=0, dtype=torch.int32).view_as(ends)
-    runs, total = ended - ends.int(), ends.sum(dim=-1)
-    for length in _lengths(ends.shape[-1]):
-        long = ends[..., length - 1 :] & (runs[..., length - 1 :] == runs[..., : ends.shape[-1] - length + 1])
-        total = total + long.sum(dim=-1)
-    return total
-
-
-def _lengths(size: int) -> list[int]:
-    """Return the lengths from which a run takes a byte more: 128, 128^2, ..."""
-    return [128**power for power in range(1, 5) if 128**power <= size]
+    total = used.new_zeros(keep.shape[:-1].numel()).index_add_(0, places // size, used)
+    return total.view(keep.shape[:-1]) + keep[..., 0]
 
 
 def encode(record: Record) -> bytes:
