@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,17 +83,17 @@ class Snapshot(NamedTuple):
     def on_host(self) -> "Snapshot":
         """Return it with its tensors on the CPU.
 
-        Each is copied once, and only these copies are waited for: a synchronisation with the device would be an error
-        while the training thread finds out whether a step synchronises.
+        Each is copied once, and only this copy is waited for: a synchronisation with the device would be an error while
+        the training thread finds out whether a step synchronises. One after another, because that thread's own copies
+        to the host have to wait for those that are queued.
         """
-        copies: dict[int, AsyncCopy] = {}
-        records = [self.server, *(record for store in self.stores.values() for record in store.values())]
-        for tensor in (tensor for record in records for tensor in record.values()):
-            if id(tensor) not in copies:
-                copies[id(tensor)] = AsyncCopy(tensor.detach())
+        copies: dict[int, Tensor] = {}
 
         def copied(record: Tensors) -> Tensors:
-            return {name: copies[id(tensor)].value() for name, tensor in record.items()}
+            for tensor in record.values():
+                if id(tensor) not in copies:
+                    copies[id(tensor)] = AsyncCopy(tensor.detach()).value()
+            return {name: copies[id(tensor)] for name, tensor in record.items()}
 
         stores = {name: {one: copied(record) for one, record in store.items()} for name, store in self.stores.items()}
         return self._replace(server=copied(self.server), stores=stores)
@@ -260,10 +261,17 @@ def _client_tensors(
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same bits; NaN equals NaN, and 0.0 is not -0.0."""
+    """Return whether two tensors on the CPU have the same bits; NaN equals NaN, and 0.0 is not -0.0.
+
+    By NumPy, on this core alone: `torch.equal` would occupy those that train.
+    """
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return one is other or torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
+    if one is other:
+        return True
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(one.element_size(), torch.int64)
+    first, second = (tensor.contiguous().view(-1).view(bits).numpy() for tensor in (one, other))
+    return np.array_equal(first, second)
 
 
 def usable_rounds(
