@@ -52,7 +52,7 @@ def test_windows_do_not_overlap():
 )
 def test_sweeps_over_participation_differ_in_it_and_not_in_the_visits(name, cohorts, visits):
     runs = read_sweep_file(EXAMPLES / "beyond" / f"{name}.toml").runs
-    assert len(runs) == 5 * 3 * len(cohorts)
+    assert len(runs) == 6 * 3 * len(cohorts)
     found = set()
     for run, settings in runs.items():
         config = Config(**settings)
@@ -60,7 +60,7 @@ def test_sweeps_over_participation_differ_in_it_and_not_in_the_visits(name, coho
         assert config.rounds % config.eval_every == 0
         assert run == f"{config.method}-participation{config.participation}-seed{config.seed}"
         found.add((config.method, config.cohort_size))
-    methods = ("fedavg", "fedavg-last", "fedavg-ft", "fedper", "fedobp")
+    methods = ("fedavg", "fedavg-last", "fedavg-ft", "fedper", "fedobp", "fedobp-auto")
     assert found == {(method, size) for method in methods for size in cohorts}
 
 
@@ -78,5 +78,5 @@ def test_sweep_files_name_settings_that_exist(path):
     for settings in runs.values():
         check_names(Config(**settings))
     assert f"fedobp sweep examples/beyond/{path.name} --out runs/{path.stem}" in path.read_text()
-    if not path.stem.startswith("participation"):
+    if not path.stem.startswith("constants"):
         assert any(Config(**settings).method == "fedobp-auto" for settings in runs.values())

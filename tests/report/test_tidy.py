@@ -1,9 +1,10 @@
 """Numbers of tidy rows that come from the rows of single clients, and settings that are not the default."""
 
 import pytest
-from saved import clients_of, write_run
+from saved import accuracy, clients_of, write_result, write_run
 
 from fedobp import Config
+from fedobp.files import read_checked_json
 from fedobp.report.tidy import smallest_quarter, tidy_rows
 from fedobp.saved_runs import read_run
 
@@ -36,6 +37,14 @@ def test_rows_have_it_for_each_model(tmp_path):
     assert {row["model"]: row["smallest_quarter"] for row in found} == {"served": 75.0, "last": 50.0}
     [row, _] = tidy_rows(read_run(write_run(tmp_path, "local")))  # without clients.csv
     assert row["smallest_quarter"] is None
+
+
+def test_the_row_of_the_served_model_has_its_accuracy_on_validation_parts(tmp_path):
+    folder = write_run(tmp_path)
+    assert [row["validation"] for row in tidy_rows(read_run(folder))] == [None, None]
+    write_result(folder, {**read_checked_json(folder / "result.json"), "validation": accuracy(70.5)})
+    found = {row["model"]: row["validation"] for row in tidy_rows(read_run(folder))}
+    assert found == {"served": 70.5, "last": None}
 
 
 def test_rows_name_training_settings_that_are_not_the_default(tmp_path):

@@ -66,6 +66,7 @@ def tidy_rows(run: "SavedRun") -> list[dict[str, Any]]:
             "rounds": config.rounds,
             **values,
             "smallest_quarter": smallest_quarter(clients, model),
+            "validation": (result.get("validation") or {}).get("pooled") if model == "served" else None,
             **after,
         }
         for model, values in columns.items()
