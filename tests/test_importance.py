@@ -336,7 +336,7 @@ def test_soft_weights_lie_between_nothing_and_the_mask_and_rise_with_the_score(r
     weights = soft_mask(score, threshold, temperature)
     assert (weights > 0).equal(above(score, q))
     assert (weights <= 1).all()
-    assert (weights[score.argsort()].diff() >= 0).all()
+    assert (weights[score.argsort()].diff() >= -1e-12).all()  # equal scores may be rounded in other ways
     assert (soft_mask(score, threshold, temperature / 2) >= weights).all()
     # The limit, ties and scores at the threshold included.
     torch.testing.assert_close(soft_mask(score, threshold, 1e-3), above(score, q).double(), rtol=0, atol=1e-9)
