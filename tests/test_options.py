@@ -1,7 +1,7 @@
 """Options of methods: types, ranges, choices, and what is refused."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 
 import pytest
 
@@ -120,6 +120,24 @@ def test_an_option_may_be_open_on_either_side():
     assert MadeUp.configure({"free": 1e9, "capped": -1}) == MadeUp(free=1e9, capped=-1.0)
     with pytest.raises(FedobpError, match=r"'capped' of made-up must be between -1\.0 and 2\.0, not 3"):
         MadeUp.configure({"capped": 3})
+
+
+def test_annotations_may_be_text():
+    """As in a module with `from __future__ import annotations`."""
+
+    declared = [
+        ("steps", "int", option(3, "")),
+        ("start", "str", option("here", "")),
+        ("share", "float", option(0, "")),
+    ]
+    made = make_dataclass("MadeUp", declared, bases=(Method,), namespace={"name": "made-up"}, frozen=True)
+    given = made.configure({"steps": 4.0, "start": "there", "share": 1})
+    assert given == made(steps=4, start="there", share=1.0)
+    assert (type(given.steps), type(given.share)) == (int, float)
+    with pytest.raises(FedobpError, match=r"'steps' of made-up must be a whole number, not '1\.5'"):
+        made.configure({"steps": 1.5})
+    with pytest.raises(FedobpError, match="'start' of made-up must be a text, not '1'"):
+        made.configure({"start": 1})
 
 
 def test_a_choice_of_another_type_is_refused():

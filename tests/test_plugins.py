@@ -106,7 +106,12 @@ BROKEN = [
     (
         METHOD + "    step: float = fl.option(None, 'x')",
         "fedmedian:FedMedian",
-        "has a field 'step' that is not declared",
+        "has an option 'step' whose default is no number or text",
+    ),
+    (
+        METHOD + "    fast: bool = fl.option(True, 'x')",
+        "fedmedian:FedMedian",
+        r"has an option 'fast' whose default is no number or text: a switch has choices=\('off', 'on'\)",
     ),
     (METHOD + "    @classmethod\n    def options(cls): 1 / 0", "fedmedian:FedMedian", "cannot be loaded: ZeroDivision"),
 ]

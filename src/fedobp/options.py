@@ -24,7 +24,8 @@ def option(
 ) -> Any:
     """Declare an option: its default, what it does and where the default comes from, and its range.
 
-    A whole number without `high` is at most 1,000: most are epochs or steps, which take time and memory.
+    It is a number or a text; a switch is a text with `choices`. A whole number without `high` is at most 1,000: most
+    are epochs or steps, which take time and memory.
     """
     return field(default=default, metadata={"doc": doc, "choices": tuple(choices), "low": low, "high": high})
 
@@ -90,12 +91,14 @@ def broken_bound(
 
 def _check_option(owner: str, spec: Field[Any], value: Option) -> Option:
     """Return an option's value in its field's type, or say what it should be."""
-    where, meta, kind = f"option '{spec.name}' of {owner}", spec.metadata, int if spec.type is int else float
+    # Annotations are text in a module that has `from __future__ import annotations`.
+    kind = int if spec.type in (int, "int") else float
+    where, meta = f"option '{spec.name}' of {owner}", spec.metadata
     if meta.get("choices"):
         if value not in meta["choices"]:
             raise unknown(f"value of {where}", short(value), meta["choices"])
         return value
-    if spec.type is str:
+    if spec.type in (str, "str"):
         if not isinstance(value, str):
             raise FedobpError(f"{where} must be a text, not '{short(value)}'")
         return value

@@ -36,7 +36,6 @@ from fedobp.algorithms.scaffold import Scaffold
 from fedobp.algorithms.seqfededt import SeqFedEDT
 from fedobp.errors import FedobpError, short, unknown
 from fedobp.method import Method
-from fedobp.options import Option
 
 METHODS: dict[str, type[Method]] = {
     method.name: method
@@ -152,6 +151,8 @@ def _problem(method: object, name: str) -> str | None:
         if not isinstance(getattr(method, text, None), str):
             return f"has no text `{text}`"
     for spec in method.options():
-        if "doc" not in spec.metadata or not isinstance(spec.default, Option):
+        if "doc" not in spec.metadata:
             return f"has a field '{spec.name}' that is not declared with `option`"
+        if type(spec.default) not in (int, float, str):
+            return f"has an option '{spec.name}' whose default is no number or text: a switch has choices=('off', 'on')"
     return None

@@ -234,7 +234,7 @@ def print_outcome(
         print_result(content if as_json else table, f"Run folder: {folder}\nReport: {page}")
     elif as_json and not failed:
         print_result(content)
-    for line in _left(outcome.missing):
+    for line in _left(outcome.missing) if folder.exists() else []:  # else no run could start
         print_note(f"{line} `{shlex.join(['fedobp', 'sweep', str(folder)])}` continues.")
     if failed:
         raise report_failures(SweepError(results, failed), outcome.bug)
