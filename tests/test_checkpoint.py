@@ -12,7 +12,7 @@ from lanes_cases import normed
 
 from fedobp import Config, Federation, FedobpError, resume_sweep, sweep
 from fedobp.algorithms import METHODS
-from fedobp.checkpoint import Interval, _is_equal
+from fedobp.checkpoint import Checkpoints, Interval, _is_equal
 from fedobp.launch import StopTraining, simulate
 from fedobp.saved_runs import read_run
 from fedobp.storage.tensor_file import read_tensors, write_tensors
@@ -86,6 +86,43 @@ def test_a_launch_goes_on_as_a_whole(engine, tmp_path):
     others = [(3, number) for number in range(1, 7)]  # of another kind, so of a launch that had not begun
     assert seen == [(run, number) for number in (5, 6) for run in (1, 2, 4)] + others
     assert contents(*cut) == contents(*whole)
+
+
+def test_a_checkpoint_by_time_is_due_when_the_last_one_has_been_idle_for_nine_tenths():
+    minute = Interval()
+    assert [minute.is_due(3, seconds) for seconds in (59.9, 60.0)] == [False, True]
+    assert [minute.is_due(3, seconds, writing=5.0) for seconds in (59.9, 60.0)] == [False, True]
+    assert [minute.is_due(3, seconds, writing=7.0) for seconds in (69.9, 70.0)] == [False, True]
+    assert not minute.is_due(3, 1e9, writing=math.inf)
+    assert [Interval(3).is_due(number, 0.0, writing=math.inf) for number in (2, 3, 4)] == [False, True, False]
+
+
+@pytest.mark.parametrize("rest", [1e-9, 1e9])
+def test_by_time_the_next_checkpoint_waits_for_the_one_before_and_for_its_rest(rest, tmp_path, monkeypatch):
+    """With an interval of 0 s: of two runs side by side, one is written after round 3 only."""
+    trained, saved, save = threading.Event(), [], Checkpoints.save
+
+    def noted(self, number):
+        saved.append((number, self))
+        save(self, number)
+
+    def late(path, *content):
+        assert "run0" in str(path) or trained.wait(60)
+        return write_tensors(path, *content)
+
+    def progress(at):
+        if at.round == 3:
+            trained.set()
+            for _, one in saved:
+                one.wait()
+
+    monkeypatch.setattr("fedobp.checkpoint._REST", rest)
+    monkeypatch.setattr("fedobp.checkpoint.write_tensors", late)
+    monkeypatch.setattr(Checkpoints, "save", noted)
+    configs = [Config(**SMALL), Config(**SMALL, seed=7)]
+    sweep(configs, out=[tmp_path / "run0", tmp_path / "run1"], progress=progress, interval=Interval(seconds=0.0))
+    rounds = [number for number, _ in saved]
+    assert rounds[:4] == [1, 1, 3, 3] if rest < 1 else rounds == [1, 1]
 
 
 def test_only_the_newest_two_are_kept_with_the_clients_that_they_name(tmp_path):

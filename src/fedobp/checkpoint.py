@@ -11,8 +11,10 @@ first. On CUDA the thread copies all to the host on a stream of its own.
 """
 
 import json
+import math
 import re
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -39,6 +41,7 @@ from fedobp.transfer import AsyncCopy
 
 FOLDER = "checkpoint"
 _KEPT = 2  # checkpoints of a run
+_REST = 10.0  # a checkpoint that took w seconds to write is followed by the next one after 10 w at the earliest
 
 
 class Clients(NamedTuple):
@@ -55,11 +58,15 @@ class Interval:
     rounds: int | None = None  # 0: never
     seconds: float = 60.0
 
-    def is_due(self, number: int, seconds: float) -> bool:
-        """Say whether a checkpoint is due after a round; `seconds` have passed since the last one."""
+    def is_due(self, number: int, seconds: float, writing: float = 0.0) -> bool:
+        """Say whether a checkpoint is due after a round; `seconds` have passed since the last one.
+
+        That one was written in `writing` seconds. Rounds that train meanwhile are slower (with 16 runs on an H200, by a
+        quarter), so at most a tenth of the time is spent on writing.
+        """
         if self.rounds is not None:
             return self.rounds > 0 and number % self.rounds == 0
-        return seconds >= self.seconds
+        return seconds >= max(self.seconds, _REST * writing)
 
 
 NEVER = Interval(rounds=0)
@@ -118,6 +125,7 @@ class Checkpoints:
         self._about = {**identity(run.config, run.partition), "launch": list(launch)}
         self._known = Clients({}, {})
         self._before: set[int] = set()  # files of clients that the checkpoint before names
+        self.writing_time = 0.0  # seconds that the last checkpoint took to write; infinite until it is written
 
     def save(self, number: int) -> None:
         """Take a checkpoint after a round: what it holds is fixed now, and written while the next rounds train."""
@@ -134,6 +142,7 @@ class Checkpoints:
         snapshot = Snapshot(number, server, self._run.snapshot(), held, changed, ready)
         for store in stores.values():
             store.changed.clear()
+        self.writing_time = math.inf
         self._writing = self._writer.submit(self._write, snapshot)
 
     def wait(self) -> None:
@@ -144,12 +153,16 @@ class Checkpoints:
 
     def _write(self, snapshot: Snapshot) -> None:
         """Write a checkpoint, and remove what neither of the newest two needs."""
-        if snapshot.ready:
-            with torch.cuda.stream(torch.cuda.Stream(snapshot.server["theta"].device)):
-                snapshot.ready.wait()
-                snapshot = snapshot.on_host()
-        self._write_files(snapshot)
-        self._remove_old()
+        started = time.monotonic()
+        try:
+            if snapshot.ready:
+                with torch.cuda.stream(torch.cuda.Stream(snapshot.server["theta"].device)):
+                    snapshot.ready.wait()
+                    snapshot = snapshot.on_host()
+            self._write_files(snapshot)
+            self._remove_old()
+        finally:
+            self.writing_time = time.monotonic() - started
 
     def _write_files(self, snapshot: Snapshot) -> None:
         number, changed = snapshot.round, snapshot.changed

@@ -171,7 +171,8 @@ class Launch:
     def save(self, number: int, *, now: bool = False) -> None:
         """Take checkpoints of all active runs if they are due after a round, or `now`: then they are also written."""
         elapsed = time.monotonic() - self._saved_at
-        if self._interval == NEVER or not (now or self._interval.is_due(number, elapsed)):
+        writing = sum(self._checkpoints[at].writing_time for at in self.active if at in self._checkpoints)
+        if self._interval == NEVER or not (now or self._interval.is_due(number, elapsed, writing)):
             return
         for at in [at for at in self.active if at in self._checkpoints]:
             self.attempt(at, partial(self._checkpoints[at].save, number))

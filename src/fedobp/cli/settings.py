@@ -40,7 +40,7 @@ CheckpointEvery = Annotated[
     typer.Option(
         "--checkpoint-every",
         metavar="ROUNDS",
-        help="Rounds between checkpoints; 0: none (default: a checkpoint every minute).",
+        help="Rounds between checkpoints; 0: none (default: one a minute, or fewer where they take long).",
         min=0,
         rich_help_panel="Machine and output",
     ),
