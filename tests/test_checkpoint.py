@@ -197,13 +197,16 @@ def test_a_run_that_another_process_has_just_finished_is_left_alone(tmp_path, mo
     assert {path.name for path in folder.iterdir()} == {*NAMES[:3], "models", "result.json", "timings.jsonl"}
 
 
-def test_a_run_that_failed_stays_out_when_the_others_go_on(tmp_path):
-    """It diverges in round 1, so nothing of it is in the checkpoints of the others."""
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_run_that_failed_stays_out_when_the_others_go_on(every, tmp_path):
+    """It diverges in round 1, so nothing of it is in the checkpoints of the others, and they go on from these."""
     runs = {"calm": Config(**SMALL), "wild": Config(**SMALL, lr=1e9), "other": Config(**SMALL, seed=7)}
     resume_sweep(tmp_path / "whole", runs)
-    stopped = resume_sweep(tmp_path / "cut", runs, progress=stop_at(4), checkpoint_every=1)
+    stopped = resume_sweep(tmp_path / "cut", runs, progress=stop_at(4), checkpoint_every=every)
     assert stopped.missing == list(runs)
-    outcome = resume_sweep(tmp_path / "cut", runs)
+    seen = []
+    outcome = resume_sweep(tmp_path / "cut", runs, progress=lambda at: seen.append((at.run, at.round)))
+    assert seen == [(run, number) for number in (5, 6) for run in (0, 2)]  # stopping takes a checkpoint, too
     assert list(outcome.runs) == ["calm", "other"]
     assert "no longer finite" in outcome.failed["wild"].error
     names = ("calm", "other")

@@ -136,6 +136,15 @@ def test_runs_are_found(finished, tmp_path: Path):
         find_runs([tmp_path])
 
 
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "clients.csv"])
+def test_a_file_that_is_lost_is_a_user_error(finished, tmp_path: Path, name: str):
+    _, result = finished
+    shutil.copytree(result.out, tmp_path / "run")
+    (tmp_path / "run" / name).unlink()
+    with pytest.raises(FedobpError, match=rf"run/{name} is lost: take a whole copy of its folder, or run it again"):
+        [(run.metrics(), run.clients()) for run in find_runs([tmp_path / "run"])]
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [("{", "is damaged"), ("[]", "is damaged"), ('{"method": 3}', "is not the result of a run")],

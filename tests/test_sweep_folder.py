@@ -297,6 +297,51 @@ def test_a_damaged_run_is_not_collected(tmp_path):
     assert {path.name for path in (tmp_path / "all").iterdir()} == {"sweep.toml", "fedobp-seed1"}
 
 
+def test_a_launch_that_is_being_trained_is_not_collected(tmp_path):
+    """Its folders would be taken from under the process that trains there."""
+    resume_sweep(tmp_path / "part", grid(), most=2)
+    first, second = launches(tmp_path / "part")
+    resume_sweep(tmp_path / "all", grid(), most=2, minutes=0)
+    with (
+        lock(read_plan(tmp_path / "all" / "sweep.toml").lock_file(second)),
+        pytest.raises(FedobpError, match=rf"process {os.getpid()} trains \S+all/{second[0]}: wait until it ends"),
+    ):
+        collect(tmp_path / "all", [tmp_path / "part"])
+    assert {path.parent.name for path in (tmp_path / "all").glob("*/result.json")} == set(first)
+    collect(tmp_path / "all", [tmp_path / "part"])
+    assert contents(tmp_path / "all") == contents(tmp_path / "part")
+
+
+def test_a_run_with_other_settings_than_the_plan_says_is_refused(tmp_path):
+    runs = grid(seeds=(1,))
+    resume_sweep(tmp_path, runs)
+    one, other, aside = (tmp_path / name for name in (*runs, "aside"))
+    for source, target in ((one, aside), (other, one), (aside, other)):
+        source.rename(target)
+    with pytest.raises(FedobpError, match=r"fedobp-seed1 has other settings than sweep\.toml says: put back the run"):
+        resume_sweep(tmp_path, runs)
+    one.rename(aside)
+    other.rename(one)
+    resume_sweep(tmp_path, {"fedobp-seed1": runs["fedobp-seed1"]})
+    plan = tmp_path / "sweep.toml"
+    plan.write_text(plan.read_text().replace("rounds = 3", "rounds = 4"))
+    with pytest.raises(FedobpError, match="has other settings than"):
+        resume_sweep(tmp_path, {"fedobp-seed1": replace(runs["fedobp-seed1"], rounds=4)})
+
+
+def test_a_sweep_of_too_many_runs_is_refused_before_it_is_planned(tmp_path, monkeypatch):
+    """Its plan could not be read again."""
+    monkeypatch.setattr("fedobp.sweep_file.MOST_RUNS", 3)
+    with pytest.raises(FedobpError, match=r"the sweep in .* has more than 3 runs: use several sweeps"):
+        resume_sweep(tmp_path / "a", grid())
+    assert not (tmp_path / "a").exists()
+    resume_sweep(tmp_path / "a", grid(seeds=(1,)))
+    before = (tmp_path / "a" / "sweep.toml").read_bytes()
+    with pytest.raises(FedobpError, match="has more than 3 runs"):
+        resume_sweep(tmp_path / "a", grid(seeds=(2,)))
+    assert (tmp_path / "a" / "sweep.toml").read_bytes() == before
+
+
 def test_the_plan_of_the_most_runs_is_read_back(tmp_path):
     config = resolved(**SMALL)
     runs = {f"{'long' * 30}-seed{seed}": replace(config, seed=seed, partition_seed=seed) for seed in range(MOST_RUNS)}

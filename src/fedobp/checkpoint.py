@@ -166,10 +166,7 @@ class Checkpoints:
 
     def _write_files(self, snapshot: Snapshot) -> None:
         number, changed = snapshot.round, snapshot.changed
-        try:
-            self._folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise unwritable(self._folder, error) from error
+        _make(self._folder)
         known = Clients({**self._known.rounds, **dict.fromkeys(changed, number)}, {**self._known.checksums})
         if changed:
             members = {name: list(records) for name, records in snapshot.stores.items()}
@@ -206,6 +203,7 @@ class Checkpoints:
         for later in rounds_in(self._folder):  # of a round that is trained again
             if later > number:
                 _server_file(self._folder, later).unlink()
+        (self._folder / "failed.json").unlink(missing_ok=True)  # likewise
 
     def _restore(self, number: int) -> None:
         server, about = read_tensors(_server_file(self._folder, number))
@@ -371,8 +369,8 @@ def common_round(runs: Sequence[PastRun | None]) -> int:
 
 def note_failure(folder: Path, number: int, error: BaseException) -> None:
     """Note that a run failed in a round, so that the others go on without it."""
-    if (folder / FOLDER).is_dir():
-        write_json(folder / FOLDER / "failed.json", {"round": number, "error": str(error)})
+    _make(folder / FOLDER)
+    write_json(folder / FOLDER / "failed.json", {"round": number, "error": str(error)})
 
 
 def _read_failure(path: Path) -> tuple[int, str] | None:
@@ -386,6 +384,13 @@ def _read_failure(path: Path) -> tuple[int, str] | None:
 def remove(folder: Path) -> None:
     """Remove the checkpoints of a run."""
     shutil.rmtree(folder / FOLDER, ignore_errors=True)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise unwritable(folder, error) from error
 
 
 def _server_file(folder: Path, number: int) -> Path:

@@ -201,7 +201,7 @@ class Launch:
         folder = self._plans[at].out
         if folder and at in self._checkpoints:
             caught(self._checkpoints[at].wait)
-            if lasting:
+            if lasting and len(self._plans) > 1:
                 note_failure(folder, self.round + 1, done)
         self._end(at, done)
         if len(self._plans) > 1:  # the others need the memory that its frames hold

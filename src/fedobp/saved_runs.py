@@ -192,7 +192,11 @@ def read_run(folder: Path) -> SavedRun:
 def _verify(folder: Path, result: Mapping[str, Any], name: str) -> None:
     """Refuse a file that is not as its run wrote it. Runs of older versions have no checksums."""
     path, known = folder / name, result.get("files")
-    if isinstance(known, dict) and name in known and path.exists() and sha256_of(path) != known[name]:
+    if not isinstance(known, dict) or name not in known:
+        return
+    if not path.exists():
+        raise FedobpError(f"{short(path, 200)} is lost: take a whole copy of its folder, or run it again")
+    if sha256_of(path) != known[name]:
         raise FedobpError(
             f"{short(path, 200)} is damaged: its checksum is not that in result.json (an editor, or git, may have "
             "changed its line ends); take another copy, or run it again"

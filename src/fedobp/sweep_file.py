@@ -174,9 +174,14 @@ def _add(runs: dict[str, dict[str, Any]], name: Any, run: dict[str, Any], where:
             f"{where} has two runs that are called {name}: give each [[runs]] a `name` of its own and single values, "
             "and list no value twice"
         )
-    if len(runs) == MOST_RUNS:
-        raise FedobpError(f"{where} has more than {MOST_RUNS:,} runs: use several sweeps")
+    check_count(len(runs) + 1, where)
     runs[name] = run
+
+
+def check_count(runs: int, where: str) -> None:
+    """Refuse a sweep with more runs than its plan can be read with."""
+    if runs > MOST_RUNS:
+        raise FedobpError(f"{where} has more than {MOST_RUNS:,} runs: use several sweeps")
 
 
 def check_name(name: Any, where: str) -> None:

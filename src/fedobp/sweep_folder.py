@@ -5,6 +5,7 @@ one folder: a launch that another one is training is left to it.
 """
 
 import math
+import os
 import shlex
 import shutil
 import time
@@ -20,9 +21,9 @@ from fedobp.checkpoint import NEVER, Interval
 from fedobp.config import Config
 from fedobp.csv_rows import write_rows
 from fedobp.data import Dataset
-from fedobp.errors import LESS_MEMORY, FedobpError, out_of_memory, short
+from fedobp.errors import LESS_MEMORY, FedobpError, TryAgain, out_of_memory, short
 from fedobp.federation import folder_path
-from fedobp.files import lock, unwritable, write_json
+from fedobp.files import holder, lock, unwritable, write_json
 from fedobp.launch import Progress, StopTraining
 from fedobp.report.tidy import history_rows, tidy_rows
 from fedobp.result import Failure, Result
@@ -223,17 +224,31 @@ def collect(folder: Path, sources: Sequence[Path]) -> Sweep:
     else:
         target.record()
     for plan in plans:
-        if plan.folder.resolve() == folder.resolve():
-            continue
-        for name in plan.configs:
-            if plan.is_done(name) and not (target.path(name) / "result.json").exists():
-                copy_run(plan.path(name), target.path(name))
+        if plan.folder.resolve() != folder.resolve():
+            for launch in plan.launches:
+                _collect_launch(plan, target, launch)
     return target
+
+
+def _collect_launch(plan: Sweep, target: Sweep, launch: Sequence[str]) -> None:
+    """Copy what is finished of a launch and not in the target, unless a process is training it there."""
+
+    def due() -> list[str]:
+        return [name for name in launch if plan.is_done(name) and not (target.path(name) / "result.json").exists()]
+
+    if not due():
+        return
+    with lock(target.lock_file(launch)) as is_mine:
+        if not is_mine:
+            who, run = holder(target.lock_file(launch)), short(target.path(launch[0]), 200)
+            raise TryAgain(f"{who} trains {run}: wait until it ends, or end it, and collect again")
+        for name in due():
+            copy_run(plan.path(name), target.path(name))
 
 
 def copy_run(source: Path, target: Path) -> None:
     """Copy a run's folder; the copy appears whole."""
-    part = target.with_name(f".{target.name}.part")
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         shutil.rmtree(part, ignore_errors=True)
         shutil.copytree(source, part)

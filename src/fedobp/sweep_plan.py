@@ -22,7 +22,7 @@ from fedobp.resolution import absolute_path
 from fedobp.result import Failure
 from fedobp.saved_runs import SavedRun, read_run
 from fedobp.storage import claim, provenance
-from fedobp.sweep_file import check_name, read_sweep_file, to_toml
+from fedobp.sweep_file import check_count, check_name, read_sweep_file, to_toml
 from fedobp.sweeps import plan_sweep
 
 GIB = 2**30
@@ -115,6 +115,16 @@ class Sweep:
         asked = set(names)
         return [launch for at, launch in enumerate(self.launches) if shard.has(at) and not asked.isdisjoint(launch)]
 
+    def _read(self, name: str) -> SavedRun:
+        """Return a finished run, whose settings must be those of the plan."""
+        run = read_run(self.path(name))
+        if run.config.hash != self.configs[name].hash:
+            raise FedobpError(
+                f"{short(run.folder, 200)} has other settings than {short(self.file.name)} says: put back the run or "
+                "the plan, or remove the run's folder, and it is trained again"
+            )
+        return run
+
     def outcome(self, names: Sequence[str], others: Mapping[str, Failure], bug: BaseException | None = None) -> Outcome:
         """Return what has become of some runs; `others` are failures of runs that are not in the plan."""
         runs, failed, missing = {}, dict[str, Failure](), []
@@ -124,7 +134,7 @@ class Sweep:
             elif name not in self.configs:
                 missing.append(name)
             elif (self.path(name) / "result.json").exists():
-                runs[name] = read_run(self.path(name))
+                runs[name] = self._read(name)
             elif (self.path(name) / "failed.json").exists():
                 failed[name] = read_failure(self.path(name) / "failed.json", self.configs[name])
             else:
@@ -174,6 +184,7 @@ def plan_folder(
         known = replace(known, datasets={source_key(config): dataset for config in read})
     if not new:
         return known, {}, None
+    check_count(len(new) + len(known.configs if known else ()), f"the sweep in {short(file.parent, 200)}")
     names = list(new)
     places = None
     if launches is not None:

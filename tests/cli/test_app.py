@@ -134,6 +134,15 @@ def test_help_shows_examples(command, name):
     assert f"fedobp {name} --" in command(name, "--help").out
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("sweep", "A sweep file; or a sweep's folder"), ("collect", "The folder to bring the runs into")],
+)
+def test_help_says_what_arguments_are(command, name, words):
+    """With click 8.4 or newer, typer before 0.21 says nothing of them."""
+    assert words in command(name, "--help").out
+
+
 def test_version(command):
     assert command("--version").out == f"fedobp {fedobp.__version__}\n"
 

@@ -182,6 +182,36 @@ def test_without_a_result_json_is_an_object_too(command):
     assert said.err == "note: Not trained yet: 1 run. `fedobp sweep 'my folder'` continues.\n"
 
 
+def test_without_any_success_json_is_an_object_too(command):
+    for _ in range(2):  # the second time, the failure is read
+        said = command("sweep", *TINY, "--lr", 1e30, "--out", "here", "--json")
+        assert (said.code, said.json["runs"], said.json["table"]) == (2, [], [])
+        assert "no longer finite" in said.json["failed"][0]["error"]
+        assert said.json["failed"][0]["error"] in said.err
+    Path("grid.toml").write_text("[settings]\nlr = [-1, -2]\n")
+    said = command("sweep", "grid.toml", "--json")
+    assert (said.code, said.json["runs"], len(said.json["failed"])) == (2, [], 2)
+
+
+def test_a_setting_of_a_grid_may_be_spelled_as_its_flag(command):
+    said = command("sweep", *TINY, "--grid", "batch-size=8,16", "--out", "here", "--json")
+    assert (said.code, len(said.json["runs"])) == (0, 2)
+    assert {path.parent.name for path in Path("here").glob("*/result.json")} == {
+        "fedobp-batch_size8-seed42", "fedobp-batch_size16-seed42"
+    }  # fmt: skip
+
+
+def test_a_run_of_a_sweep_is_resumed_by_the_sweep(command):
+    """Alone it would train beside no other, and have other bytes."""
+    command("sweep", *TINY, "--seeds", 2, "--max-minutes", 0, "--out", "here")
+    Path("here/fedobp-seed42").mkdir()
+    Path("here/fedobp-seed42/config.toml").write_text(Config().to_toml())
+    said = command("run", "--resume", "here/fedobp-seed42")
+    assert (said.code, said.out) == (2, "")
+    assert said.err == ("error: the run in here/fedobp-seed42 is one of a sweep: `fedobp sweep here` goes on with it\n")
+    assert not list(Path("here").rglob("metrics.jsonl"))
+
+
 def test_options_from_flags_are_recognised_when_it_goes_on(command):
     flags = ("sweep", *TINY, "--set", "q=0.90", "--partition", "classes", "--partition-set", "k=2", "--out", "here")
     assert command(*flags).code == 0
@@ -246,11 +276,17 @@ def test_compare_goes_on_in_its_folder(command):
         (("--grid", "q=1,1"), "lists a value or a name twice"),
         (("--grid", "q=0.1", "--grid", "q=0.2"), "lists a value or a name twice"),
         (("--grid", "seed=1,2"), "use --seeds instead"),
-        (("--grid", "qq=1,2"), "did you mean 'q'"),
+        (("--grid", "qq=1,2"), "unknown setting or option of these methods 'qq': did you mean 'q'"),
+        (("--grid", "batchsize=1,2"), "did you mean 'batch_size'"),
+        (("--q", 0.5, "--grid", "q=0.9,0.99"), "q is given by --grid and by a flag of its own: leave out one"),
+        (("--rounds", 4, "--grid", "rounds=2,3"), "rounds is given by --grid and by a flag of its own"),
+        (("--max-minutes", "nan"), "--max-minutes must be at least 0, not nan"),
+        (("--max-minutes", 1, "--checkpoint-every", 0), "--checkpoint-every 0 takes none: leave out one"),
         (("--grid", "alpha=a,b"), "--alpha must be a number, not 'a'"),
         (("--grid", f"q={','.join(map(str, range(2, 1003)))}"), "more than the 1,000 runs"),
         (("--shard", "0/2"), "must be written I/N"),
         (("--shard", "two"), "must be written I/N"),
+        (("--shard", "\u0661/\u0662"), "must be written I/N"),
         (("none.toml",), "cannot read"),
         (("grid.toml", "--rounds", 3), "the file says what is trained: leave out --rounds"),
         (("folder",), "folder holds no sweep"),

@@ -7,6 +7,8 @@ from contextlib import redirect_stdout
 from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
+import typer.main
 
 from fedobp._version import __version__
 from fedobp.cli.bench import bench
@@ -24,6 +26,17 @@ from fedobp.cli.run import run
 from fedobp.cli.sweep import collect, sweep
 from fedobp.cli.tune import tune
 from fedobp.errors import LESS_MEMORY, STOP_SIGNALS, FedobpError, Stopped, out_of_memory, short
+
+
+class _Argument(typer.core.TyperArgument):
+    """An argument that keeps its help: from 8.4 on, click overwrites what typer before 0.21 has set."""
+
+    def __init__(self, *, help: str | None = None, **rest: Any) -> None:
+        super().__init__(help=help, **rest)
+        self.help = help
+
+
+typer.main.TyperArgument = _Argument  # type: ignore[attr-defined]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 for command in (run, compare, sweep, collect, report, plot, paper, partition, bench, methods, models, doctor, tune):

@@ -12,6 +12,7 @@ import typer
 from fedobp.cli.output import print_note, print_result, report_failures
 from fedobp.cli.progress import task_progress
 from fedobp.cli.settings import Json
+from fedobp.cli.sweeping import check_minutes
 from fedobp.errors import FedobpError, Stopped, short, unknown
 
 
@@ -83,8 +84,7 @@ def paper(
         raise unknown("experiment", name, ["list", *EXPERIMENTS])
     if folders and not EXPERIMENTS[name].takes_folders:
         raise FedobpError(f"{short(folders[0])} cannot be used: only `claims` and `law` take folders")
-    if max_minutes is not None and not max_minutes >= 0:
-        raise FedobpError(f"--max-minutes must be at least 0, not {short(max_minutes)}")
+    check_minutes(max_minutes)
     setting = setting_for(
         EXPERIMENTS[name],
         scale=scale,  # type: ignore[arg-type]

@@ -113,7 +113,21 @@ def unfinished(folder: Path) -> Path:
         raise FedobpError(f"the run in {short(folder, 200)} has finished: fedobp report {short(folder, 200)} shows it")
     if not (folder / "config.toml").is_file():
         raise FedobpError(f"there is no run in {short(folder, 200)}: give the folder of a run that was interrupted")
+    if whole := sweep_of(folder):
+        raise FedobpError(f"the run in {short(folder, 200)} is one of a sweep: `fedobp sweep {whole}` goes on with it")
     return folder / "config.toml"
+
+
+def sweep_of(folder: Path) -> Path | None:
+    """Return the folder of the sweep that a run belongs to; None: to none."""
+    from fedobp.sweep_plan import plan_file, read_plan
+
+    run = folder.resolve()
+    try:
+        plan = read_plan(plan_file(run.parent))
+    except FedobpError:  # there is no plan
+        return None
+    return folder.parent if run.name in plan.configs else None
 
 
 def _merged(base: Mapping[str, Any], given: Mapping[str, Any], *options: Mapping[str, Any]) -> dict[str, Any]:

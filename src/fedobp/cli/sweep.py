@@ -26,7 +26,15 @@ from fedobp.cli.settings import (
     parse_pairs,
     with_settings,
 )
-from fedobp.cli.sweeping import Asked, make_configs, print_outcome, refuse_flags, runs_from_flags, train_and_print
+from fedobp.cli.sweeping import (
+    Asked,
+    check_minutes,
+    make_configs,
+    print_outcome,
+    refuse_flags,
+    runs_from_flags,
+    train_and_print,
+)
 from fedobp.errors import FedobpError, short, unknown
 
 if TYPE_CHECKING:
@@ -55,7 +63,7 @@ def sweep(
     model_set: ModelSet = None,
     out: Out = None,
     max_minutes: Annotated[
-        float | None, typer.Option(help="Stop cleanly after this long; `fedobp sweep FOLDER` goes on.", min=0)
+        float | None, typer.Option(help="Stop cleanly after this long; `fedobp sweep FOLDER` goes on.")
     ] = None,
     shard: Annotated[
         str | None, typer.Option(metavar="I/N", help="Train part I of N of the launches only, such as 1/4.")
@@ -90,6 +98,9 @@ def sweep(
     """
     from fedobp.sweep_file import read_sweep_file
 
+    check_minutes(max_minutes)
+    if max_minutes is not None and checkpoint_every == 0:
+        raise FedobpError("--max-minutes stops with a checkpoint, and --checkpoint-every 0 takes none: leave out one")
     part, name, train = _shard(shard), "sweep", _trainer(on)
     if source:
         allowed = ("source", "out", "max_minutes", "checkpoint_every", "shard", "on", "dry_run", "track", "as_json")
@@ -149,7 +160,8 @@ def _shard(text: str | None) -> "Shard":
     if text is None:
         return Shard()
     index, _, count = text.partition("/")
-    if not index.isdecimal() or not count.isdecimal() or not 1 <= int(index) <= int(count) <= 10_000:
+    numbers = text.isascii() and index.isdecimal() and count.isdecimal()
+    if not numbers or not 1 <= int(index) <= int(count) <= 10_000:
         raise FedobpError(f"--shard {short(text)} must be written I/N with I from 1 to N, such as --shard 1/4")
     return Shard(int(index), int(count))
 

@@ -51,8 +51,11 @@ def runs_from_flags(
 
     first = given.get("seed", Config.seed)
     span = range(first, first + seeds)
-    listed = _lists(grid)
     known = [spec.name for spec in settings() if spec.name not in ("method", "seed")]
+    listed = _lists(grid, known)
+    for name in listed:
+        if name in options or (name in given and name != "save_models"):  # which has a value without a flag
+            raise FedobpError(f"{name} is given by --grid and by a flag of its own: leave out one of them")
     varied = {name: values for name, values in listed.items() if name in known}
     options = {**options, **{name: values for name, values in listed.items() if name not in known}}
     count = len(names()) if methods == "all" else methods.count(",") + 1
@@ -67,7 +70,8 @@ def runs_from_flags(
     loaded, failed = _load_methods(methods, span)
     fields = {name: [spec.name for spec in method.options()] for name, method in loaded.items()}
     if not failed:
-        _check_options(options, fields)
+        _check_options([option for option in options if option not in listed], fields)
+        _check_options([option for option in options if option in listed], fields, known)
     dataset = None
     if not set(varied) & {"dataset", "data_dir"}:
         dataset = read(asked)
@@ -78,20 +82,22 @@ def runs_from_flags(
     return Asked(expand(tables, Path("the flags")) if chosen else {}, unloadable=failed, dataset=dataset)
 
 
-def _lists(grid: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the values that --grid lists by name."""
+def _lists(grid: Sequence[str], known: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the values that --grid lists by name; a setting may be spelled as its flag is."""
     found: dict[str, list[Any]] = {}
     for one in grid:
         name, equals, values = one.partition("=")
-        is_text = name.strip() in _TEXTS
+        name = name.strip()
+        name = underscored if (underscored := name.replace("-", "_")) in known else name
+        is_text = name in _TEXTS
         listed = [value.strip() if is_text else _value(value.strip()) for value in values.split(",")]
-        if not equals or not name.strip() or "" in listed:
+        if not equals or not name or "" in listed:
             raise FedobpError(f"--grid {short(one)} must be written NAME=V1,V2,..., such as --grid q=0.9,0.99")
-        if name.strip() in ("seed", "method"):
-            raise FedobpError(f"--grid {short(one)}: use --{name.strip()}s instead")
-        if len(set(listed)) < len(listed) or name.strip() in found:
+        if name in ("seed", "method"):
+            raise FedobpError(f"--grid {short(one)}: use --{name}s instead")
+        if len(set(listed)) < len(listed) or name in found:
             raise FedobpError(f"--grid {short(one)} lists a value or a name twice: leave it out")
-        found[name.strip()] = listed
+        found[name] = listed
     return found
 
 
@@ -124,14 +130,22 @@ def _load_methods(methods: str, seeds: Sequence[int]) -> "tuple[dict[str, type[M
     return loaded, failed
 
 
-def _check_options(options: Iterable[str], fields: Mapping[str, Sequence[str]]) -> None:
-    """Refuse an option that none of the methods has."""
+def _check_options(options: Iterable[str], fields: Mapping[str, Sequence[str]], known: Sequence[str] = ()) -> None:
+    """Refuse an option that none of the methods has; where settings are `known`, it may have been meant as one."""
     for option in options:
         if not any(option in names for names in fields.values()):
             existing = sorted({name for names in fields.values() for name in names})
+            if known:
+                raise unknown("setting or option of these methods", option, [*existing, *known])
             if not existing:
                 raise FedobpError(f"none of these methods has options, so '{short(option)}' cannot be set")
             raise unknown("option of these methods", option, existing)
+
+
+def check_minutes(minutes: float | None) -> None:
+    """Refuse a negative time, and one that is no number."""
+    if minutes is not None and not minutes >= 0:
+        raise FedobpError(f"--max-minutes must be at least 0, not {short(minutes)}")
 
 
 def refuse_flags(context: typer.Context, what: str, *allowed: str) -> None:
@@ -167,7 +181,10 @@ def train_and_print(
     trackers = trackers_named(track or [])
     configs, refused = make_configs(asked.runs)
     if not configs:
-        raise report_failures(SweepError([], [*asked.unloadable, *refused.values()]))
+        failed = [*asked.unloadable, *refused.values()]
+        if as_json:
+            print_result({"runs": [], "table": [], "failed": [failure.to_json() for failure in failed]})
+        raise report_failures(SweepError([], failed))
     folder = out or new_run_folder(f"{name}-{next(iter(configs.values())).dataset}")
     due = [run for run in configs if not (folder / run / "result.json").exists()]
     try:
@@ -195,9 +212,9 @@ def train_and_print(
         if out is None:
             with suppress(OSError):  # the new folder is empty only if no run could start
                 folder.rmdir()
-    failed = {**refused, **outcome.failed}
-    ordered = [*asked.unloadable, *(failed[run] for run in asked.runs if run in failed)]
-    print_outcome(folder, name, replace(outcome, failed=failed), ordered, as_json)
+    all_failed = {**refused, **outcome.failed}
+    ordered = [*asked.unloadable, *(all_failed[run] for run in asked.runs if run in all_failed)]
+    print_outcome(folder, name, replace(outcome, failed=all_failed), ordered, as_json)
 
 
 def print_outcome(
@@ -232,7 +249,7 @@ def print_outcome(
         table.notes += choice_notes(choices)
         page = write_report(folder / "report.html", saved, notes=choice_notes(choices) + _undone(outcome))
         print_result(content if as_json else table, f"Run folder: {folder}\nReport: {page}")
-    elif as_json and not failed:
+    elif as_json:
         print_result(content)
     for line in _left(outcome.missing) if folder.exists() else []:  # else no run could start
         print_note(f"{line} `{shlex.join(['fedobp', 'sweep', str(folder)])}` continues.")
