@@ -30,14 +30,22 @@ def paper(
         typer.Option(help="For table1, table2, convergence: methods, separated by commas, or all (default: the 13)."),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(help="Number of seeds: 42, 43, ... (default at full scale: 3 or 1).")
+        int | None,
+        typer.Option(
+            help="Number of seeds: 42, 43, ... (default at full scale: 3 or 1); not for theory, overhead, datasets, "
+            "claims."
+        ),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Number of rounds (default: by the scale).")] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(help="Number of rounds (default: by the scale); not for overhead, datasets, claims."),
+    ] = None,
     mode: Annotated[
         str | None,
         typer.Option(
             metavar="faithful|as-published|both",
-            help="Methods as their authors meant them, as they ran for the paper's tables, or both.",
+            help="For table1, table2, convergence, medmnist: methods as their authors meant them, as they ran for the "
+            "paper's tables, or both.",
         ),
     ] = None,
     paper_grid: Annotated[

@@ -453,6 +453,6 @@ def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
 EXPERIMENTS = [
     Experiment(
         "claims", "a verdict with evidence for every claim, from the result files of the other experiments", measure,
-        tables, figures, trains=False, takes_folders=True,
+        tables, figures, trains=False, takes_folders=True, takes_seeds=False,
     )
 ]  # fmt: skip

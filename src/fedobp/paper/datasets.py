@@ -111,5 +111,6 @@ EXPERIMENTS = [
         figures,
         (*TABLE1, *TABLE2),
         trains=False,
+        takes_seeds=False,
     )
 ]

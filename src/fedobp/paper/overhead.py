@@ -262,6 +262,6 @@ def figures(setting: Setting, files: Files) -> "dict[str, Figure]":
 EXPERIMENTS = [
     Experiment(
         "overhead", "client time, operations and memory of the OBP, gradient and Fisher scores", measure, tables,
-        figures, ("cifar10", "fmnist"), alphas=(0.1,), needs_data=False, trains=False,
+        figures, ("cifar10", "fmnist"), alphas=(0.1,), needs_data=False, trains=False, takes_seeds=False,
     )
 ]  # fmt: skip
