@@ -91,6 +91,7 @@ def test_claims_are_judged_by_the_files_of_a_folder(command):
     [
         (("tabel1",), "did you mean 'table1'?"),
         (("table1", "results"), "only `claims` and `law` take folders"),
+        (("list", "results"), "results cannot be used: only `claims` and `law` take folders"),
         (("table1", "--scale", "tiny"), "unknown value of --scale 'tiny'"),
         (("table1", "--mode", "authors"), "unknown value of --mode 'authors'"),
         (("table1", "--dataset", "mnits"), "did you mean 'mnist'?"),

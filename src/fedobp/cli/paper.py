@@ -84,13 +84,13 @@ def paper(
     from fedobp.paper.experiment import Work, run_experiment, setting_for
     from fedobp.paper.registry import EXPERIMENTS
 
+    if name not in ("list", *EXPERIMENTS):
+        raise unknown("experiment", name, ["list", *EXPERIMENTS])
+    if folders and (name == "list" or not EXPERIMENTS[name].takes_folders):
+        raise FedobpError(f"{short(folders[0])} cannot be used: only `claims` and `law` take folders")
     if name == "list":
         _print_list(as_json)
         return
-    if name not in EXPERIMENTS:
-        raise unknown("experiment", name, ["list", *EXPERIMENTS])
-    if folders and not EXPERIMENTS[name].takes_folders:
-        raise FedobpError(f"{short(folders[0])} cannot be used: only `claims` and `law` take folders")
     if max_minutes is not None and not max_minutes >= 0:
         raise FedobpError(f"--max-minutes must be at least 0, not {short(max_minutes)}")
     setting = setting_for(
