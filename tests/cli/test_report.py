@@ -57,6 +57,13 @@ def test_a_figure_is_written_into_the_folder_or_where_the_user_says(command, stu
     assert command("plot", study, "--figure", "bytes", "--out", "b.pdf").code == 0  # replaced
 
 
+@pytest.mark.parametrize("name", ["[bold]", "[/bold]", ":bug:", "long" * 50])
+def test_the_path_of_what_is_written_is_printed_as_it_is_in_one_line(command, tmp_path, name):
+    write_run(tmp_path, name=name)
+    assert command("report", name).out == f"Report of 1 run: {name}/report.html\n"
+    assert command("plot", name).out == f"Figure: {name}/accuracy.png\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
