@@ -64,6 +64,12 @@ def test_the_path_of_what_is_written_is_printed_as_it_is_in_one_line(command, tm
     assert command("plot", name).out == f"Figure: {name}/accuracy.png\n"
 
 
+def test_folders_with_names_that_are_not_utf_8_are_reported(command, tmp_path):
+    write_run(tmp_path / "study\udcff", name="one\udcff")
+    assert command("report", "study\udcff").code == 0
+    assert "one\\udcff" in (tmp_path / "study\udcff" / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -74,6 +80,7 @@ def test_the_path_of_what_is_written_is_printed_as_it_is_in_one_line(command, tm
         (("report", "study", "--out", "a.pdf"), "--out a.pdf must end in .html or .htm"),
         (("plot", "study", "--out", "a.gif"), "--out a.gif must end in .png, .pdf or .svg"),
         (("report", "study", "--out", "no/a.html"), "there is no folder no; make it first"),
+        (("report", "study", "--title", "a\udcff"), r"--title must be readable text, not 'a\udcff'"),
         (("report", "study", "--out", "dir.html"), "--out dir.html is a folder"),
         (("report", "study", "--out", "mine.html"), "mine.html was not made by this command, so it is not overwritten"),
         (("plot", "study", "--out", "mine.png"), "mine.png was not made by this command, so it is not overwritten"),

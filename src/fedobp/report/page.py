@@ -36,7 +36,8 @@ def write_report(
     A file that is there and is no report is not overwritten.
     """
     check_writable(path, (".html", ".htm"), MARK.encode())
-    write(path, report_html(runs, title=title, notes=notes).encode())
+    # Names of folders may hold bytes that are not UTF-8.
+    write(path, report_html(runs, title=title, notes=notes).encode(errors="backslashreplace"))
     return path
 
 
@@ -59,6 +60,10 @@ def report_html(runs: "Sequence[SavedRun]", *, title: str | None = None, notes: 
 
     if not runs:
         raise FedobpError("there is no finished run to report: look at the errors of those that failed")
+    try:
+        (title or "").encode()
+    except UnicodeEncodeError as error:
+        raise FedobpError(f"--title must be readable text, not '{short(title)}'") from error
     kept = without_repeats(runs)
     repeats = len(runs) - len(kept)
     notes = [
