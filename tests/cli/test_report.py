@@ -1,5 +1,7 @@
 """`fedobp report` and `fedobp plot`."""
 
+import os
+
 import pytest
 from saved import write_run
 
@@ -82,6 +84,7 @@ def test_folders_with_names_that_are_not_utf_8_are_reported(command, tmp_path):
         (("report", "study", "--out", "no/a.html"), "there is no folder no; make it first"),
         (("report", "study", "--title", "a\udcff"), r"--title must be readable text, not 'a\udcff'"),
         (("report", "study", "--out", "dir.html"), "--out dir.html is a folder"),
+        (("report", "study", "--out", "pipe.html"), "pipe.html is a named pipe, not a file"),
         (("report", "study", "--out", "mine.html"), "mine.html was not made by this command, so it is not overwritten"),
         (("plot", "study", "--out", "mine.png"), "mine.png was not made by this command, so it is not overwritten"),
         (("plot", "study", "--figure", "acuracy"), "unknown figure 'acuracy': did you mean 'accuracy'?"),
@@ -92,6 +95,7 @@ def test_folders_with_names_that_are_not_utf_8_are_reported(command, tmp_path):
 def test_user_errors_are_one_sentence_and_nothing_is_written(arguments, sentence, command, study, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "dir.html").mkdir()
+    os.mkfifo(tmp_path / "pipe.html")
     for name in ("mine.html", "mine.png"):
         (tmp_path / name).write_text("mine")
     before = sorted(tmp_path.rglob("*"))
