@@ -75,13 +75,15 @@ def test_folders_with_names_that_are_not_utf_8_are_reported(command, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("report", "nowhere"), "there is no folder nowhere"),
+        (("report", "nowhere"), "there is no folder nowhere: give the folder of a run"),
+        (("plot", "nowhere"), "there is no folder nowhere: give the folder of a run"),
         (("report", "empty"), "there is no finished run in empty"),
         (("report", "study", "empty"), "several folders are given, so say where to write: --out report.html"),
         (("plot", "study", "empty"), "several folders are given, so say where to write: --out accuracy.png"),
         (("report", "study", "--out", "a.pdf"), "--out a.pdf must end in .html or .htm"),
         (("plot", "study", "--out", "a.gif"), "--out a.gif must end in .png, .pdf or .svg"),
         (("report", "study", "--out", "no/a.html"), "there is no folder no; make it first"),
+        (("plot", "study", "--out", "no/a.png"), "there is no folder no; make it first"),
         (("report", "study", "--title", "a\udcff"), r"--title must be readable text, not 'a\udcff'"),
         (("report", "study", "--out", "dir.html"), "--out dir.html is a folder"),
         (("report", "study", "--out", "pipe.html"), "pipe.html is a named pipe, not a file"),
