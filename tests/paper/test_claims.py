@@ -136,6 +136,8 @@ def test_accuracy_at_a_downlink_ratio_of_one():
     assert "CIFAR10: 57.00 at ratio 1, 80.00 to 83.00 at ratios up to 0.9" in found.evidence
     rows[0]["pooled"] = 56.0
     assert verdict(Evidence(rows), "comm").verdict == "does not hold"
+    above = [swept(q, 80.0) for q in (0.99, 0.997, 0.999, 0.9997, 1.0)]  # of a sweep that is not done
+    assert "CIFAR10," in verdict(Evidence(above), "comm").evidence  # not measured: no ratio up to 0.9
 
 
 def test_ablation():

@@ -400,7 +400,7 @@ def communicated(evidence: Evidence, claim: dict[str, Any]) -> list[Part]:
         rows = [row for row in where(evidence.results, method="fedobp") if is_plain(row)]
         points = means(by_quantile(rows, dataset, 0.1))
         some = {q: found.mean for q, found in points.items() if q <= 0.9}
-        if 1.0 not in points or len(points) < _FEWEST:
+        if 1.0 not in points or not some or len(points) < _FEWEST:
             parts.append(missing(title(dataset)))
             continue
         told = (
