@@ -261,6 +261,15 @@ def test_a_config_hashes_copies_and_compares():
     assert json.loads(json.dumps(one.options)) == {"q": 0.9}
 
 
+def test_settings_are_the_same_in_any_order_of_options():
+    one, other = (Config(options=dict(pairs)) for pairs in ([("q", 0.9), ("ema", 0.5)], [("ema", 0.5), ("q", 0.9)]))
+    assert one.hash != other.hash
+    assert one.is_same(other)
+    assert not one.is_same(replace(other, options={"q": 0.9, "ema": 0.4}))
+    assert not one.is_same(replace(one, rounds=3))
+    assert one.is_same(replace(one, data_dir="elsewhere"))
+
+
 def test_a_repr_has_what_differs_from_the_defaults():
     assert repr(Config()) == "Config()"
     assert repr(Config(clients=7, options={"q": 0.9})) == "Config(options={'q': 0.9}, clients=7)"

@@ -24,6 +24,11 @@ def test_columns_are_in_the_order_of_their_first_row(tmp_path: Path):
     assert (tmp_path / "rows.csv").read_text() == "b,a\n1,\n3,2\n"
 
 
+def test_a_name_that_is_not_utf_8_is_written_with_an_escape(tmp_path: Path):
+    write_rows(tmp_path / "rows.csv", [{"run": "a\udcff"}])
+    assert read_rows(tmp_path / "rows.csv") == [{"run": r"a\udcff"}]
+
+
 @pytest.mark.parametrize("content", [b"a,b\n\xff,2\n", b'a,b\n"1,2\n'])
 def test_a_damaged_file_is_a_user_error(tmp_path: Path, content: bytes):
     (tmp_path / "rows.csv").write_bytes(content)

@@ -261,6 +261,10 @@ class Config:
                 kept = kept.replace(f"{line}\n", "", 1)
         return hashlib.sha256(kept.encode()).hexdigest()[:16]
 
+    def is_same(self, other: "Config") -> bool:
+        """Say whether another configuration has these settings; the order of options, which the hash has, is free."""
+        return _in_order(self).hash == _in_order(other).hash
+
     def to_toml(self) -> str:
         """Return the settings as TOML, which `read_config` reads back."""
         lines = toml_lines({spec.name: getattr(self, spec.name) for spec in settings()})
@@ -278,6 +282,12 @@ def settings() -> list[Field[Any]]:
 def flag(name: str) -> str:
     """Return a setting's name as a command-line flag."""
     return "--" + name.replace("_", "-")
+
+
+def _in_order(config: Config) -> Config:
+    """Return settings whose options are sorted by name."""
+    tables: dict[str, Any] = {table: dict(sorted(getattr(config, table).items())) for table in TABLES}
+    return replace(config, **tables)
 
 
 def read_config(path: Path) -> dict[str, Any]:

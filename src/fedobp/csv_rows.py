@@ -11,12 +11,15 @@ from fedobp.files import regular, write
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows; columns are in the order in which they first occur, and what is None is an empty cell."""
+    """Write rows; columns are in the order in which they first occur, and what is None is an empty cell.
+
+    Bytes of a folder's name that are not UTF-8 are written as escapes.
+    """
     text = io.StringIO()
     table = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
     table.writeheader()
     table.writerows(rows)
-    write(path, text.getvalue().encode())
+    write(path, text.getvalue().encode(errors="backslashreplace"))
 
 
 def read_rows(path: Path, texts: Sequence[str] = ()) -> list[dict[str, Any]]:

@@ -138,7 +138,8 @@ def _has_numbers(result: Mapping[str, Any]) -> bool:
     origin = result.get("provenance") or {}
     return (
         all(_are_numbers(table) and table.keys() == known for table, known in tables)
-        and (result.get("seconds") is None or _is_number(result["seconds"]))
+        and all(_is_number(result[name]) for name in ("seconds", "parameters") if name in result)
+        and len(result["history"]) > 0
         and isinstance(result.get("partition", ""), str)
         and isinstance(origin, dict)
         and isinstance(origin.get("config") or "", str)

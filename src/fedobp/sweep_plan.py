@@ -118,7 +118,7 @@ class Sweep:
     def _read(self, name: str) -> SavedRun:
         """Return a finished run, whose settings must be those of the plan."""
         run = read_run(self.path(name))
-        if run.config.hash != self.configs[name].hash:
+        if not run.config.is_same(self.configs[name]):
             raise FedobpError(
                 f"{short(run.folder, 200)} has other settings than {short(self.file.name)} says: put back the run or "
                 "the plan, or remove the run's folder, and it is trained again"

@@ -72,6 +72,29 @@ def test_layers_at_smoke_scale_shares_the_runs_of_a_folder_and_goes_on(command):
     assert len(again) == 2 + 5 - 1  # one of them was there
 
 
+def test_theory_goes_over_seeds_and_measures_each_once(command):
+    given = ("--scale", "smoke", "--rounds", 2, "--alpha", 0.1, "--out", "here", "--json")
+    assert command("paper", "theory", *given).json["notes"] == []
+    parts = Path("here/theory/parts")
+    first = {(path.name, path.stat().st_mtime_ns) for path in parts.iterdir()}
+    assert command("paper", "theory", *given, "--seeds", 2).code == 0
+    both = {(path.name, path.stat().st_mtime_ns) for path in parts.iterdir()}
+    assert first < both
+    assert len(both) == 2 * len(first)
+    assert {one["seed"] for one in read_rows(Path("here/theory/results.csv"))} == {42, 43}
+    assert "seeds 42 to 43" in Path("here/theory/table.md").read_text()
+
+
+def test_a_flag_that_changes_nothing_is_named(command):
+    said = command("paper", "datasets", "--scale", "smoke", "--seeds", 3, "--rounds", 9, "--mode", "both", "--json")
+    assert said.code == 0
+    assert said.json["notes"] == [
+        "datasets has no seeds: --seeds changes nothing",
+        "datasets trains nothing: --rounds changes nothing",
+        "datasets has no method with several modes: --mode changes nothing",
+    ]
+
+
 def test_claims_are_judged_by_the_files_of_a_folder(command):
     folder = Path("found/table1")
     folder.mkdir(parents=True)
@@ -91,6 +114,7 @@ def test_claims_are_judged_by_the_files_of_a_folder(command):
     [
         (("tabel1",), "did you mean 'table1'?"),
         (("table1", "results"), "only `claims` and `law` take folders"),
+        (("list", "results"), "results cannot be used: only `claims` and `law` take folders"),
         (("table1", "--scale", "tiny"), "unknown value of --scale 'tiny'"),
         (("table1", "--mode", "authors"), "unknown value of --mode 'authors'"),
         (("table1", "--dataset", "mnits"), "did you mean 'mnist'?"),
@@ -99,6 +123,7 @@ def test_claims_are_judged_by_the_files_of_a_folder(command):
         (("layers", "--methods", "fedobp"), "layers has methods of its own: leave out --methods"),
         (("table1", "--paper-grid"), "table1 does not sweep over quantiles: leave out --paper-grid"),
         (("table1", "--seeds", 0), "--seeds must be at least 1, not 0"),
+        (("quantiles", "--seeds", 1001), "--seeds must be at most 1,000, not 1001: it is the number of seeds"),
         (("table1", "--rounds", 0), "--rounds must be at least 1, not 0"),
         (("table1", "--max-minutes", -1), "--max-minutes must be at least 0, not -1.0"),
         (("claims", "absent"), "there is no folder absent"),

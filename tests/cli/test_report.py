@@ -1,5 +1,7 @@
 """`fedobp report` and `fedobp plot`."""
 
+import os
+
 import pytest
 from saved import write_run
 
@@ -57,17 +59,34 @@ def test_a_figure_is_written_into_the_folder_or_where_the_user_says(command, stu
     assert command("plot", study, "--figure", "bytes", "--out", "b.pdf").code == 0  # replaced
 
 
+@pytest.mark.parametrize("name", ["[bold]", "[/bold]", ":bug:", "long" * 50])
+def test_the_path_of_what_is_written_is_printed_as_it_is_in_one_line(command, tmp_path, name):
+    write_run(tmp_path, name=name)
+    assert command("report", name).out == f"Report of 1 run: {name}/report.html\n"
+    assert command("plot", name).out == f"Figure: {name}/accuracy.png\n"
+
+
+def test_folders_with_names_that_are_not_utf_8_are_reported(command, tmp_path):
+    write_run(tmp_path / "study\udcff", name="one\udcff")
+    assert command("report", "study\udcff").code == 0
+    assert "one\\udcff" in (tmp_path / "study\udcff" / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("report", "nowhere"), "there is no folder nowhere"),
+        (("report", "nowhere"), "there is no folder nowhere: give the folder of a run"),
+        (("plot", "nowhere"), "there is no folder nowhere: give the folder of a run"),
         (("report", "empty"), "there is no finished run in empty"),
         (("report", "study", "empty"), "several folders are given, so say where to write: --out report.html"),
         (("plot", "study", "empty"), "several folders are given, so say where to write: --out accuracy.png"),
         (("report", "study", "--out", "a.pdf"), "--out a.pdf must end in .html or .htm"),
         (("plot", "study", "--out", "a.gif"), "--out a.gif must end in .png, .pdf or .svg"),
         (("report", "study", "--out", "no/a.html"), "there is no folder no; make it first"),
+        (("plot", "study", "--out", "no/a.png"), "there is no folder no; make it first"),
+        (("report", "study", "--title", "a\udcff"), r"--title must be readable text, not 'a\udcff'"),
         (("report", "study", "--out", "dir.html"), "--out dir.html is a folder"),
+        (("report", "study", "--out", "pipe.html"), "pipe.html is a named pipe, not a file"),
         (("report", "study", "--out", "mine.html"), "mine.html was not made by this command, so it is not overwritten"),
         (("plot", "study", "--out", "mine.png"), "mine.png was not made by this command, so it is not overwritten"),
         (("plot", "study", "--figure", "acuracy"), "unknown figure 'acuracy': did you mean 'accuracy'?"),
@@ -78,6 +97,7 @@ def test_a_figure_is_written_into_the_folder_or_where_the_user_says(command, stu
 def test_user_errors_are_one_sentence_and_nothing_is_written(arguments, sentence, command, study, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "dir.html").mkdir()
+    os.mkfifo(tmp_path / "pipe.html")
     for name in ("mine.html", "mine.png"):
         (tmp_path / name).write_text("mine")
     before = sorted(tmp_path.rglob("*"))

@@ -136,6 +136,8 @@ def test_accuracy_at_a_downlink_ratio_of_one():
     assert "CIFAR10: 57.00 at ratio 1, 80.00 to 83.00 at ratios up to 0.9" in found.evidence
     rows[0]["pooled"] = 56.0
     assert verdict(Evidence(rows), "comm").verdict == "does not hold"
+    above = [swept(q, 80.0) for q in (0.99, 0.997, 0.999, 0.9997, 1.0)]  # of a sweep that is not done
+    assert "CIFAR10," in verdict(Evidence(above), "comm").evidence  # not measured: no ratio up to 0.9
 
 
 def test_ablation():
@@ -186,6 +188,54 @@ def test_only_full_length_results_in_the_papers_setting_count(tmp_path):
     assert evidence.table("cifar10", 0.1)["FedOBP"].n == 2
     with pytest.raises(FedobpError, match="there is no folder"):
         read_evidence([tmp_path / "absent"])
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "value"),
+    [
+        ("results", "pooled", "abc"),
+        ("results", "pooled", "nan"),
+        ("results", "alpha", None),
+        ("results", "seed", "first"),
+        ("results", "clients", "many"),
+        ("results", "method", None),
+        ("results", "run", None),
+        ("history", "round", "last"),
+        ("layers", "share", "all"),
+        ("layers", "layer", None),
+    ],
+)
+def test_a_row_without_a_value_that_is_needed_is_a_user_error_that_names_the_file(tmp_path, name, column, value):
+    one = row(dataset="own", clients=100, round=400)
+    of_layer = {"dataset": "cifar10", "alpha": 0.1, "round": 400, "layer": "conv1", "share": 1.0}
+    rows = {"results": one, "history": one, "layers": of_layer}
+    for stem, found in rows.items():
+        write_rows(tmp_path / f"{stem}.csv", [found])
+    assert len(read_evidence([tmp_path]).layers) == 1
+    write_rows(tmp_path / f"{name}.csv", [{**rows[name], column: value}])
+    with pytest.raises(FedobpError, match=rf"{name}\.csv is damaged \(a row has no .* '{column}'\): write it again"):
+        read_evidence([tmp_path])
+    if value is None:
+        write_rows(tmp_path / f"{name}.csv", [{key: rows[name][key] for key in rows[name] if key != column}])
+        with pytest.raises(FedobpError, match=f"{name}.csv is damaged"):
+            read_evidence([tmp_path])
+
+
+def test_columns_that_older_results_lack_are_not_needed(tmp_path):
+    older = {key: value for key, value in row("fedavg").items() if key not in ("mode", "options")}
+    write_rows(tmp_path / "results.csv", [older])
+    evidence = read_evidence([tmp_path])
+    assert evidence.table("cifar10", 0.1)["FedAvg"].n == 1
+    assert len(judge(evidence)) == len(JUDGES)
+
+
+@pytest.mark.parametrize("options", ["", "foo", "q=abc", "q=nan", "q=0.99998;score=product;ema=x"])
+def test_options_that_are_malformed_count_as_not_given(tmp_path, options):
+    write_rows(tmp_path / "results.csv", [row("fedobp", options=options), row("decoupled", options=options)])
+    evidence = read_evidence([tmp_path])
+    assert len(evidence.results) == 2
+    assert evidence.table("cifar10", 0.1) == {}
+    assert {one.verdict for one in judge(evidence)} == {one.verdict for one in judge(Evidence())}
 
 
 def test_runs_of_sweeps_are_no_rows_of_the_tables():

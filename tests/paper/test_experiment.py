@@ -68,13 +68,18 @@ def test_what_was_measured_once_is_kept(tmp_path):
 
 
 def test_a_setting_in_words():
-    assert describe_setting(setting(), trains=True) == (
+    assert describe_setting(setting(), EXPERIMENTS["theory"]) == (
         "Scale full; CIFAR10; Dirichlet(0.1); 400 rounds; seed 42, partition seed 42."
     )
-    smoke = describe_setting(setting(scale="smoke", seeds=(42, 43)), trains=False)
-    assert "rounds" not in smoke
+    smoke = describe_setting(setting(scale="smoke", seeds=(42, 43)), EXPERIMENTS["quantiles"])
     assert "seeds 42 to 43" in smoke
     assert smoke.endswith("this shows that everything runs, and says nothing about the methods.")
+
+
+@pytest.mark.parametrize(("name", "seeds"), [("datasets", "; partition seed 42"), ("overhead", ""), ("claims", "")])
+def test_where_nothing_is_trained_the_setting_names_neither_rounds_nor_seeds(name, seeds):
+    words = describe_setting(setting(datasets=() if name == "claims" else ("cifar10",)), EXPERIMENTS[name])
+    assert words == f"Scale full{'' if name == 'claims' else '; CIFAR10; Dirichlet(0.1)'}{seeds}."
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

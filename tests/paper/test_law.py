@@ -97,6 +97,20 @@ def test_runs_of_result_files(found, tmp_path):
     ]
 
 
+def test_a_run_of_a_result_file_without_an_alpha_is_a_user_error(tmp_path):
+    write_rows(tmp_path / "results.csv", [row("fedavg", dataset="own", partition="dirichlet", alpha=None)])
+    with pytest.raises(FedobpError, match=r"results\.csv is damaged \(a row has no number in column 'alpha'\)"):
+        rows_of([tmp_path], Work(tmp_path))
+
+
+def test_a_run_of_a_result_file_that_does_not_name_its_clients_or_partition_is_left_out(found, tmp_path):
+    folder, _ = found
+    write_rows(folder / "results.csv", [row("fedavg", dataset="own", alpha=1.0, partition="dirichlet")])
+    work = Work(tmp_path / "out")
+    assert rows_of([folder], work) == []
+    assert work.notes == ["own, Dirichlet(1) is left out: its partition is not that of seed 42"]
+
+
 def test_tables():
     common = {
         "dataset": "cifar10",

@@ -125,14 +125,15 @@ def stdout_console() -> "Console":
 
 
 def print_result(content: "Mapping[str, Any] | RenderableType", footer: str = "") -> None:
-    """Print a JSON object alone, or a table with a footer."""
+    """Print a JSON object alone, or a text or table with a footer; texts hold paths, and are printed as they are."""
     if isinstance(content, dict):
         sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
         return
-    console = stdout_console()
-    console.print(content, soft_wrap=False)
-    if footer:
-        console.print(footer, soft_wrap=True, highlight=False, markup=False)
+    for part in (content, footer):
+        if not isinstance(part, str):
+            stdout_console().print(part, soft_wrap=False)
+        elif part:
+            sys.stdout.write(f"{part}\n")
 
 
 def next_command(dataset: str, data_dir: str | None, *flags: object) -> str:

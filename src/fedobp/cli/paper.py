@@ -31,14 +31,21 @@ def paper(
         typer.Option(help="For table1, table2, convergence: methods, separated by commas, or all (default: the 13)."),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(help="Number of seeds: 42, 43, ... (default at full scale: 3 or 1).")
+        int | None,
+        typer.Option(
+            help="Number of seeds: 42, 43, ... (default at full scale: 3 or 1). Not for overhead, datasets, claims."
+        ),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Number of rounds (default: by the scale).")] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(help="Number of rounds (default: by the scale); overhead, datasets and claims train nothing."),
+    ] = None,
     mode: Annotated[
         str | None,
         typer.Option(
             metavar="faithful|as-published|both",
-            help="Methods as their authors meant them, as they ran for the paper's tables, or both.",
+            help="For table1, table2, convergence, medmnist: methods as their authors meant them, as they ran for the "
+            "paper's tables, or both.",
         ),
     ] = None,
     paper_grid: Annotated[
@@ -74,16 +81,16 @@ def paper(
     fedobp paper claims results
     fedobp paper law results --rounds 60
     """
-    from fedobp.paper.experiment import Work, run_experiment, setting_for
+    from fedobp.paper.experiment import Work, run_experiment, setting_for, unused_flags
     from fedobp.paper.registry import EXPERIMENTS
 
+    if name not in ("list", *EXPERIMENTS):
+        raise unknown("experiment", name, ["list", *EXPERIMENTS])
+    if folders and (name == "list" or not EXPERIMENTS[name].takes_folders):
+        raise FedobpError(f"{short(folders[0])} cannot be used: only `claims` and `law` take folders")
     if name == "list":
         _print_list(as_json)
         return
-    if name not in EXPERIMENTS:
-        raise unknown("experiment", name, ["list", *EXPERIMENTS])
-    if folders and not EXPERIMENTS[name].takes_folders:
-        raise FedobpError(f"{short(folders[0])} cannot be used: only `claims` and `law` take folders")
     check_minutes(max_minutes)
     setting = setting_for(
         EXPERIMENTS[name],
@@ -100,6 +107,7 @@ def paper(
     try:
         with task_progress() as advance, redirect_stdout(sys.stderr):
             work = Work(out or Path("runs") / f"paper-{setting.scale}", until, advance, sources=folders or ())
+            work.notes += unused_flags(EXPERIMENTS[name], seeds=seeds, rounds=rounds, mode=mode)
             found = run_experiment(EXPERIMENTS[name], setting, work)
     except Stopped:
         print_note("the same command goes on with it")

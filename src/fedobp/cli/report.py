@@ -78,9 +78,9 @@ def plot(
     if figure not in FIGURES:
         raise unknown("figure", figure, FIGURES)
     path = out or _inside(folders, f"{figure}.png")
-    check_writable(path, FORMATS, MARK.encode())
     with task_progress() as advance:
         runs = find_runs(folders)
+        check_writable(path, FORMATS, MARK.encode())
         advance(f"drawing {len(runs):,} runs", 0.3)
         save_plot(plot_runs(runs, figure), path)
     print_result({"out": str(path), "runs": len(runs), "figure": figure} if as_json else f"Figure: {path}")

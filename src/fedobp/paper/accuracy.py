@@ -282,16 +282,17 @@ _ABOUT = "13 methods and the two baselines that the paper leaves out, on "
 EXPERIMENTS = [
     Experiment(
         name, _ABOUT + ", ".join(map(title, datasets)), train_cases(method_cases), accuracy_tables, accuracy_figures,
-        datasets, seeds=3, smoke_seeds=2, smoke_rounds=3, mode="both", takes_methods=True,
+        datasets, seeds=3, smoke_seeds=2, smoke_rounds=3, mode="both", takes_methods=True, takes_modes=True,
     )
     for name, datasets in (("table1", TABLE1), ("table2", TABLE2))
 ] + [
     Experiment(
         "convergence", "accuracy of all methods over the rounds", train_cases(method_cases), convergence_tables,
-        convergence_figures, (*TABLE1, *TABLE2), seeds=3, takes_methods=True,
+        convergence_figures, (*TABLE1, *TABLE2), seeds=3, takes_methods=True, takes_modes=True,
     ),
     Experiment(
         "medmnist", "the MedMNIST rows: the mistake in the scaling of images, and its correction",
         train_cases(scaling_cases), scaling_tables, scaling_figures, TABLE2[2:], seeds=3, mode="as-published",
+        takes_modes=True,
     ),
 ]  # fmt: skip

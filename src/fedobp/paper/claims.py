@@ -16,7 +16,7 @@ from fedobp.paper.accuracy import curve, first_within, modes_of
 from fedobp.paper.experiment import Experiment, Files, Row, Setting, Work
 from fedobp.paper.published import NAMES, TABLE1, TABLE2, published, title
 from fedobp.paper.quantiles import SCORES, best_quantile, by_quantile, claimed_peaks, means, published_q, score_sweep
-from fedobp.paper.rows import AS_PUBLISHED, EXTRA, by_seed, labelled, mean_of, option, quantile, where
+from fedobp.paper.rows import AS_PUBLISHED, EXTRA, by_seed, labelled, mean_of, number, option, quantile, where
 from fedobp.paper.stats import TOLERANCE, Spread, paired, probability
 from fedobp.paper.tables import Table
 from fedobp.report.tidy import read_tidy
@@ -76,6 +76,13 @@ class Evidence:
         return curve(labelled(rows, dataset, alpha).get(name, []))
 
 
+# Columns of result files, by the name of the file: those that each row needs, and those that hold numbers.
+_NEEDED = {
+    "results": ("run", "method", "dataset", "model", "alpha", "seed", "pooled"),
+    "history": ("run", "method", "dataset", "alpha", "seed", "round", "pooled"),
+    "layers": ("layer", "round", "share"),
+}
+_NUMBERS = ("alpha", "clients", "pooled", "round", "seed", "share")
 _PLAIN = {"norm": "none", "scope": "all", "start": "global", "ema": "0.0"}
 _RULE = {"rule": "quantile", "warmup": "0", "soft": "0.0"}
 
@@ -89,7 +96,7 @@ def is_papers(row: Row) -> bool:
         return False
     if row.get("parts") or row.get("training"):
         return False
-    if row["dataset"] in published()["parameters"] and row.get("clients") not in (None, 100):
+    if row.get("dataset") in published()["parameters"] and row.get("clients") not in (None, 100):
         return False
     return row.get("partition") in (None, "dirichlet")
 
@@ -112,6 +119,22 @@ def is_standard(row: Row) -> bool:
     return quantile(row) == published_q(row["dataset"], row["alpha"]) and is_plain(row)
 
 
+def _checked(path: Path, rows: list[Row]) -> list[Row]:
+    """Return rows of a result file; a cell that is needed and empty, or no number where one must be, is refused."""
+    for row in rows:
+        wrong = [name for name in _NEEDED[path.stem] if row.get(name) is None]
+        wrong += [name for name in _NUMBERS if row.get(name) is not None and not _is_number(row[name])]
+        if wrong:
+            what = f"no {'number' if wrong[0] in _NUMBERS else 'value'} in column '{wrong[0]}'"
+            raise FedobpError(f"{short(path, 200)} is damaged (a row has {what}): write it again")
+    return rows
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a finite number, of which sums are finite too."""
+    return isinstance(value, int | float) and abs(value) < 2**53
+
+
 def read_evidence(folders: Sequence[Path]) -> Evidence:
     """Read the result files of folders and of the folders in them."""
     found = Evidence()
@@ -125,7 +148,7 @@ def read_evidence(folders: Sequence[Path]) -> Evidence:
                 row for row in rows if row.get("protocol") == "paper" and row.get("rounds") == ROUNDS and is_papers(row)
             ]
             runs = set()
-            for row in full:
+            for row in _checked(path, full):
                 names = ("method", "mode", "dataset", "alpha", "seed", "model", "options", "participation", "normalize")
                 key = tuple(row.get(name) for name in names)
                 if key not in seen:
@@ -135,7 +158,8 @@ def read_evidence(folders: Sequence[Path]) -> Evidence:
             for name in ("history", "layers"):
                 beside = path.with_name(f"{name}.csv")
                 more = read_tidy(beside) if beside.exists() else []
-                getattr(found, name).extend(row for row in more if row["run"] in runs or name == "layers")
+                known = [row for row in more if row.get("run") in runs or name == "layers"]
+                getattr(found, name).extend(_checked(beside, known))
     return found
 
 
@@ -326,7 +350,7 @@ def ablated(evidence: Evidence, claim: dict[str, Any]) -> list[Part]:
         rows = [
             row
             for row in where(evidence.results, method="fedobp", dataset=dataset, alpha=0.1, model="served")
-            if option(row, "score") == "product" and float(option(row, "ema")) == 0
+            if option(row, "score") == "product" and number(row, "ema") == 0
         ]
 
         def of(norm: str, scope: str, rows: Sequence[Row] = rows) -> Spread | None:
@@ -376,7 +400,7 @@ def communicated(evidence: Evidence, claim: dict[str, Any]) -> list[Part]:
         rows = [row for row in where(evidence.results, method="fedobp") if is_plain(row)]
         points = means(by_quantile(rows, dataset, 0.1))
         some = {q: found.mean for q, found in points.items() if q <= 0.9}
-        if 1.0 not in points or len(points) < _FEWEST:
+        if 1.0 not in points or not some or len(points) < _FEWEST:
             parts.append(missing(title(dataset)))
             continue
         told = (

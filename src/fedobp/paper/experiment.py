@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from fedobp.config import Config
 from fedobp.csv_rows import write_rows
 from fedobp.data import data_dir, describe
-from fedobp.errors import FedobpError, unknown
+from fedobp.errors import FedobpError, short, unknown
 from fedobp.evaluation import PAPER_ROUNDS
 from fedobp.files import write
 from fedobp.paper.figures import drawing, save
@@ -38,6 +38,7 @@ Files = dict[str, list[Row]]  # tidy rows, by the name of their file without .cs
 
 FIRST_SEED = 42
 _MOST = 16  # runs of a launch: of more, the first would be finished late
+_MOST_SEEDS = 1_000
 _ROUNDS = {"short": 100, "full": 400}
 _SMOKE_GRID = (0.0, 0.9, 0.99, 0.999, 1.0)
 
@@ -216,6 +217,7 @@ class Experiment:
     needs_data: bool = True
     trains: bool = True
     takes_folders: bool = False  # reads result files of other folders
+    takes_modes: bool = False  # has methods with several modes
     takes_methods: bool = False
     takes_quantiles: bool = False
     beyond: bool = False  # goes beyond the paper
@@ -240,6 +242,8 @@ def setting_for(
         raise unknown("value of --mode", str(mode), get_args(Mode))
     if seeds is not None and seeds < 1:
         raise FedobpError(f"--seeds must be at least 1, not {seeds}: it is the number of seeds")
+    if seeds is not None and seeds > _MOST_SEEDS:
+        raise FedobpError(f"--seeds must be at most {_MOST_SEEDS:,}, not {short(seeds)}: it is the number of seeds")
     if rounds is not None and rounds < 1:
         raise FedobpError(f"--rounds must be at least 1, not {rounds}")
     if methods and not experiment.takes_methods:
@@ -262,6 +266,17 @@ def setting_for(
     )
 
 
+def unused_flags(experiment: Experiment, **given: object) -> list[str]:
+    """Return notes on given flags that change nothing in an experiment: all experiments take them."""
+    reasons = {} if experiment.trains else {"seeds": "has no seeds", "rounds": "trains nothing"}
+    reasons |= {} if experiment.takes_modes else {"mode": "has no method with several modes"}
+    return [
+        f"{experiment.name} {reason}: --{name} changes nothing"
+        for name, reason in reasons.items()
+        if given[name] is not None
+    ]
+
+
 def run_experiment(experiment: Experiment, setting: Setting, work: Work) -> dict[str, Any]:
     """Measure what is missing, write all files, and return what was written, as plain values."""
     folder = work.folder / experiment.name
@@ -273,7 +288,7 @@ def run_experiment(experiment: Experiment, setting: Setting, work: Work) -> dict
         write_rows(path, rows)
     tables = experiment.tables(setting, found)
     tables[-1] = replace(tables[-1], notes=[*tables[-1].notes, *work.notes, *work.failed])
-    head = f"# {experiment.name}: {experiment.summary}\n\n{describe_setting(setting, experiment.trains)}\n\n"
+    head = f"# {experiment.name}: {experiment.summary}\n\n{describe_setting(setting, experiment)}\n\n"
     for name, text in (
         ("table.md", head + "\n".join(table.markdown() for table in tables)),
         ("table.tex", "\n".join(table.latex() for table in tables)),
@@ -294,14 +309,16 @@ def run_experiment(experiment: Experiment, setting: Setting, work: Work) -> dict
     }
 
 
-def describe_setting(setting: Setting, trains: bool) -> str:
-    """Return the setting in a sentence; rounds are named where something is trained."""
+def describe_setting(setting: Setting, experiment: Experiment) -> str:
+    """Return the setting in a sentence; rounds and seeds are named where something is trained."""
     words = [f"Scale {setting.scale}"]
     if setting.datasets:
         alphas = " and ".join(f"Dirichlet({alpha:g})" for alpha in setting.alphas)
-        words += [", ".join(map(title, setting.datasets)), alphas, *[f"{setting.rounds} rounds"] * trains]
-        seeds = f"seeds {setting.seeds[0]} to {setting.seeds[-1]}" if len(setting.seeds) > 1 else "seed 42"
-        words += [f"{seeds}, partition seed {FIRST_SEED}"]
+        words += [", ".join(map(title, setting.datasets)), alphas, *[f"{setting.rounds} rounds"] * experiment.trains]
+        first, last = setting.seeds[0], setting.seeds[-1]
+        seeds = [f"seeds {first} to {last}" if first < last else f"seed {first}"] * experiment.trains
+        seeds += [f"partition seed {FIRST_SEED}"] * experiment.needs_data
+        words += [", ".join(seeds)] if seeds else []
     if setting.scale == "smoke":
         words.append("this shows that everything runs, and says nothing about the methods")
     return "; ".join(words) + "."

@@ -142,11 +142,11 @@ def rows_of(folders: Sequence[Path], work: Work) -> list[Row]:
         if served["dataset"] not in installed:
             notes[f"{name} is left out, because its labels are needed: fedobp data fetch {served['dataset']}"] = None
             continue
-        given = {key: served[key] for key in ("dataset", "alpha", "clients")}
+        given: Row = {key: served.get(key) for key in ("dataset", "alpha", "clients")}
         if (at := tuple(given.values())) not in known:
             known[at] = label_counts(Config(partition_seed=FIRST_SEED, **given))
         labels = known[at]
-        if labels.partition != served["partition_hash"]:
+        if labels.partition != served.get("partition_hash"):
             notes[f"{name} is left out: its partition is not that of seed {FIRST_SEED}"] = None
             continue
         head = {key: served[key] for key in ("dataset", "alpha", "method", "seed")}

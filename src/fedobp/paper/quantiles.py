@@ -48,7 +48,8 @@ def by_quantile(rows: Sequence[Row], dataset: str, alpha: float, **columns: Any)
     """Return the served rows of a sweep by their quantile, in order."""
     found: dict[float, list[Row]] = {}
     for row in where(rows, dataset=dataset, alpha=alpha, model="served", **columns):
-        found.setdefault(quantile(row), []).append(row)
+        if (q := quantile(row)) is not None:
+            found.setdefault(q, []).append(row)
     return dict(sorted(found.items()))
 
 

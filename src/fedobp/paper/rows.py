@@ -1,5 +1,6 @@
 """Tidy rows: which are meant, and what they are called in tables."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ def label(row: Row) -> str | None:
     They show what each method serves, and of FedAvg also what its clients' last models and fine-tuned ones give:
     these are the two baselines that the paper leaves out, and they train as FedAvg does.
     """
-    name = str(NAMES.get(row["method"], row["method"])) + (AS_PUBLISHED if row["mode"] == "as-published" else "")
+    name = str(NAMES.get(row["method"], row["method"])) + (AS_PUBLISHED if row.get("mode") == "as-published" else "")
     if row["model"] == "served":
         return name
     return EXTRA.get(row["model"]) if row["method"] == "fedavg" else None
@@ -25,13 +26,22 @@ def label(row: Row) -> str | None:
 
 def option(row: Row, name: str) -> str:
     """Return an option of a row's method, as text; "" if it has none of that name."""
-    options = dict(pair.split("=", 1) for pair in (row["options"] or "").split(";") if pair)
+    options = dict(pair.split("=", 1) for pair in (row.get("options") or "").split(";") if "=" in pair)
     return options.get(name, "")
 
 
-def quantile(row: Row) -> float:
-    """Return a row's q."""
-    return float(option(row, "q"))
+def number(row: Row, name: str) -> float | None:
+    """Return an option of a row's method as a number; None if it has none of that name, or one that is no number."""
+    try:
+        value = float(option(row, name))
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def quantile(row: Row) -> float | None:
+    """Return a row's q; None if it has none."""
+    return number(row, "q")
 
 
 def where(rows: Sequence[Row], **columns: Any) -> list[Row]:

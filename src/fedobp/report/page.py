@@ -12,7 +12,7 @@ from matplotlib import rc_context
 
 from fedobp._version import __version__
 from fedobp.errors import FedobpError, short
-from fedobp.files import write
+from fedobp.files import regular, write
 from fedobp.report.figures import COLOURS, COLUMN, STYLE, Column, look
 from fedobp.report.panels import Clients, Panel, accuracy_panel, bytes_panel, kept_panels, layer_panels, time_panel
 from fedobp.report.sections import Group, Section, sections_of, without_repeats
@@ -36,7 +36,8 @@ def write_report(
     A file that is there and is no report is not overwritten.
     """
     check_writable(path, (".html", ".htm"), MARK.encode())
-    write(path, report_html(runs, title=title, notes=notes).encode())
+    # Names of folders may hold bytes that are not UTF-8.
+    write(path, report_html(runs, title=title, notes=notes).encode(errors="backslashreplace"))
     return path
 
 
@@ -49,7 +50,7 @@ def check_writable(path: Path, suffixes: Sequence[str], mark: bytes) -> None:
         raise FedobpError(f"--out {where}: there is no folder {short(path.parent, 200)}; make it first")
     if path.is_dir():
         raise FedobpError(f"--out {where} is a folder: give the name of a file")
-    if path.exists() and mark not in path.read_bytes():
+    if path.exists() and mark not in regular(path).read_bytes():
         raise FedobpError(f"{where} was not made by this command, so it is not overwritten: choose another --out")
 
 
@@ -59,6 +60,10 @@ def report_html(runs: "Sequence[SavedRun]", *, title: str | None = None, notes: 
 
     if not runs:
         raise FedobpError("there is no finished run to report: look at the errors of those that failed")
+    try:
+        (title or "").encode()
+    except UnicodeEncodeError as error:
+        raise FedobpError(f"--title must be readable text, not '{short(title)}'") from error
     kept = without_repeats(runs)
     repeats = len(runs) - len(kept)
     notes = [
