@@ -119,7 +119,7 @@ class Config:
     partition: "GivenPartitioner" = _federation(
         None,
         "Assignment of samples to clients: dirichlet, dirichlet-equal, iid, shards, classes, quantity, feature, "
-        "natural, or package.module:function (default: dirichlet; next tokens: natural or iid)",
+        "concept, natural, or package.module:function (default: dirichlet; next tokens: natural or iid)",
         code=True,
     )
     partition_options: Mapping[str, Option] = field(default_factory=dict)

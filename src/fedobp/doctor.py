@@ -18,7 +18,7 @@ from fedobp.engine.kernels.cache import cache_folder
 from fedobp.engine.kernels.cards import card_of, known_card
 from fedobp.engine.kernels.diagnosis import diagnosis
 from fedobp.engine.kernels.dispatch import card_problem, known_table, triton_problem
-from fedobp.errors import FedobpError, first_line
+from fedobp.errors import FedobpError, first_line, short
 
 _PACKAGES = ("torch", "triton", "numpy", "scipy", "scikit-learn", "safetensors", "pyarrow", "pandas", "datasets",
              "tensorboard", "wandb", "mlflow", "flwr")  # fmt: skip
@@ -93,7 +93,9 @@ def _data(given: str | None) -> dict[str, Any]:
         there = [one.name for one in list_datasets(Path(folder)) if one.available]
     except FedobpError as error:
         return {"folder": folder, "problem": str(error), "datasets": []}
-    return {"folder": folder, "problem": None, "datasets": there}
+    is_file = Path(folder).exists() and not Path(folder).is_dir()
+    problem = f"{short(folder, 200)} is a file: give another --data-dir or FEDOBP_DATA" if is_file else None
+    return {"folder": folder, "problem": problem, "datasets": there}
 
 
 def _free_disk(path: Path) -> int | None:
@@ -101,6 +103,6 @@ def _free_disk(path: Path) -> int | None:
     try:
         while not path.exists() and path != path.parent:
             path = path.parent
-        return shutil.disk_usage(path).free if os.access(path, os.W_OK) else 0
+        return shutil.disk_usage(path).free if path.is_dir() and os.access(path, os.W_OK) else 0
     except OSError:
         return None

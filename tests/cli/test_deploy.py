@@ -114,6 +114,10 @@ def test_nothing_is_overwritten(command, taken):
         (("--precision", "bf16"), "nodes compute in fp32 or fp64, not in bf16"),
         (("--device", "cuda"), "No such option '--device'"),
         (("--method", "fedob"), "did you mean 'fedobp'?"),
+        (("--method", "fedobp-auto", "--prior", "train"), "fedobp-auto does not: leave them out"),
+        (("--calibrate", "head", "--model", "resnet8-bn", "--method", "fedavg"), "not made for BatchNorm"),
+        (("--method", "group-oracle"), "group-oracle needs the groups of clients, which only a simulation knows"),
+        (("--method", "decoupled", "--set", "score=taylor"), "needs the data of all clients, which only a simulation"),
     ],
 )
 def test_wrong_flags_are_one_sentence(command, flags, said):

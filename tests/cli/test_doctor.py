@@ -55,6 +55,16 @@ def test_without_a_home_folder_it_still_answers(command, monkeypatch):
     assert command("doctor", "--json").json["data"]["folder"] is None
 
 
+def test_a_data_folder_that_is_a_file_is_said(command, tmp_path, monkeypatch):
+    (tmp_path / "taken").write_text("")
+    monkeypatch.setenv("FEDOBP_DATA", str(tmp_path / "taken"))
+    found = command("doctor", "--json").json
+    assert found["data"]["problem"].endswith("taken is a file: give another --data-dir or FEDOBP_DATA")
+    assert found["data"]["datasets"] == INSTALLED
+    assert found["disk"][str(tmp_path / "taken")] == 0
+    assert "taken is a file" in command("doctor").out
+
+
 def test_names_with_brackets_are_shown_as_they_are(command, tmp_path):
     place = tmp_path / "[bold]data[red]"
     place.mkdir()

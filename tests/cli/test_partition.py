@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fedobp.config import settings
 from fedobp.data import PARTITIONERS
 
 
@@ -88,6 +89,12 @@ def test_the_help_and_the_docs_name_every_partition_and_option(command):
             named = rf"[ ,]{option.name}( and \w+)? of (\w+ and of )?{name}[ ,.;]"
             assert re.search(named, said), option.name
             assert re.search(rf"`{option.name}[`=]", row), option.name
+
+
+def test_the_help_of_the_setting_lists_every_partition():
+    [text] = [spec.metadata["help"] for spec in settings() if spec.name == "partition"]
+    listed = text.partition(": ")[2].partition(", or ")[0].split(", ")
+    assert sorted(listed) == sorted(PARTITIONERS)
 
 
 def test_a_partition_option_is_refused_with_the_nearest_or_with_its_form(command):

@@ -54,9 +54,8 @@ def test_other_settings_equal_the_simulation(more, tmp_path):
 
 
 def test_groups_are_refused_which_only_a_simulation_knows(tmp_path):
-    settings, _ = prepared(tmp_path / "nodes", Config(**SMALL, method="group-oracle", partition="concept"))
     with pytest.raises(FedobpError, match="group-oracle needs the groups of clients, which only a simulation knows"):
-        serve(LocalGrid(tmp_path / "nodes", 5), settings, tmp_path / "served", lambda text: None)
+        prepared(tmp_path / "nodes", Config(**SMALL, method="group-oracle", partition="concept"))
 
 
 @pytest.mark.parametrize("labels", [False, True])

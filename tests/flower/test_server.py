@@ -5,6 +5,7 @@ The oracle is a simulation whose cohorts leave out the clients whose answers wer
 
 import json
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -299,9 +300,8 @@ def test_nodes_may_join_late(tmp_path):
 
 def test_a_method_that_needs_all_data_says_so(tmp_path):
     config = Config(**SMALL, method="decoupled", options={"score": "taylor"})
-    settings, _ = prepared(tmp_path, config)
     with pytest.raises(FedobpError, match="score=taylor needs the data of all clients, which only a simulation has"):
-        served(tmp_path, settings)
+        prepared(tmp_path, config)
 
 
 def test_other_settings_are_refused(tmp_path):
@@ -309,12 +309,7 @@ def test_other_settings_are_refused(tmp_path):
     other, _ = prepared(tmp_path / "other", Config(**SMALL, method="fedavg"))
     grid = LocalGrid(tmp_path, 5)
     with pytest.raises(FedobpError, match="0 of 5 nodes"):
-        serve(
-            grid,
-            other.__class__(**{**vars(other), "rules": settings.rules.__class__(wait=0.0)}),
-            tmp_path / "run",
-            lambda _: None,
-        )
+        serve(grid, replace(other, rules=replace(settings.rules, wait=0.0)), tmp_path / "run", lambda _: None)
     assert "has another federation.toml" in lines(tmp_path / "run")[0]["reason"]
 
 

@@ -14,16 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from fedobp.algorithms import attributing_errors
 from fedobp.config import Config, check_settings
 from fedobp.data import Dataset, FederatedData
-from fedobp.engine import dtype_of
+from fedobp.engine import dtype_of, refuse_programs
 from fedobp.errors import FedobpError, short
 from fedobp.method import InitialState, Method
 from fedobp.models import Model
 from fedobp.resolution import model_for, resolve
+from fedobp.run import context_of
 from fedobp.toml import read_toml, toml_lines
+from fedobp.wrapped import inner_of
 
 # Where a client's last accepted training stands: its round, and which of the client's turns in that round it was.
 Visit = tuple[int, int]
@@ -114,7 +118,21 @@ def make_settings(config: Config, inputs: Inputs, rules: Rules) -> FederationSet
     if config.precision in ("bf16", "tf32"):
         raise FedobpError(f"nodes compute in fp32 or fp64, not in {config.precision}: choose another --precision")
     content = json.dumps([config.hash, _plain(inputs)], sort_keys=True)
-    return FederationSettings(config, method, inputs, rules, hashlib.sha256(content.encode()).hexdigest()[:16])
+    made = FederationSettings(config, method, inputs, rules, hashlib.sha256(content.encode()).hexdigest()[:16])
+    with attributing_errors(type(inner_of(method))):
+        _refuse_unsuited(made)
+    return made
+
+
+def _refuse_unsuited(settings: FederationSettings) -> None:
+    """Refuse before anything is written or started what the server or a node would refuse in the first round.
+
+    That is a method and a model that do not go together, and a method that needs what only a simulation has.
+    """
+    ctx = context_of(settings.config, settings.model, 1, torch.zeros(1, dtype=torch.int64))
+    _, initial = settings.initial
+    refuse_programs(settings.method, ctx)
+    settings.method.download(ctx, initial.server, {name: value[None] for name, value in initial.record.items()})
 
 
 def write_settings(settings: FederationSettings) -> str:

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,27 @@ def test_what_is_kept_is_in_no_file(place):
     cache.keep("self-check", key, "a step differs")
     assert cache.load("self-check", key) == "a step differs"
     assert not place.exists()
+
+
+def test_without_a_home_folder_triton_has_a_temporary_one(monkeypatch, tmp_path):
+    """It takes the name `~` literally."""
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    removed = []
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("atexit.register", lambda *call, **more: removed.append((call, more)))
+    cache.ensure_triton_cache()
+    assert "TRITON_CACHE_DIR" not in os.environ
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    cache.ensure_triton_cache()
+    [folder] = tmp_path.iterdir()
+    assert os.environ["TRITON_CACHE_DIR"] == str(folder)
+    [((remove, *arguments), more)] = removed
+    remove(*arguments, **more)
+    assert not folder.exists()
+    cache.ensure_triton_cache()  # a folder that is given is kept
+    assert not folder.exists()
 
 
 def test_a_user_without_a_home_folder_has_no_files(monkeypatch):

@@ -7,6 +7,9 @@ losses. `cards`, `tiles`, `shared_memory` and `tuning` choose tile shapes, `comp
 `self_check` decide whether compiled kernels can be trusted. Triton is imported only when it is used.
 """
 
+from fedobp.engine.kernels.cache import ensure_triton_cache
 from fedobp.engine.kernels.dispatch import fused_for, is_supported
 
 __all__ = ["fused_for", "is_supported"]
+
+ensure_triton_cache()

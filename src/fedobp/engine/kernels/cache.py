@@ -3,8 +3,12 @@
 A file is found by its key: what its content depends on. A file that is damaged or cannot be read counts as absent.
 """
 
+import atexit
 import hashlib
 import json
+import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,6 +32,17 @@ def cache_folder() -> Path | None:
         return user_cache().expanduser() / "kernels"
     except RuntimeError:
         return None
+
+
+def ensure_triton_cache() -> None:
+    """Give Triton a temporary folder if the user has no home: it would make one that is called `~`, anywhere."""
+    if {"TRITON_CACHE_DIR", "TRITON_HOME"} & os.environ.keys():
+        return
+    try:
+        Path.home()
+    except RuntimeError:
+        folder = os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="fedobp-triton-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def key_for(card: Card, precision: str, **more: Any) -> dict[str, Any]:
