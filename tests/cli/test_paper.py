@@ -85,6 +85,16 @@ def test_theory_goes_over_seeds_and_measures_each_once(command):
     assert "seeds 42 to 43" in Path("here/theory/table.md").read_text()
 
 
+def test_flags_that_change_nothing_in_claims_are_named_and_its_setting_has_none_of_them(command):
+    Path("found").mkdir()
+    said = command("paper", "claims", "found", "--dataset", "digits", "--alpha", 0.3, "--json")
+    assert {note for note in said.json["notes"] if "changes nothing" in note} == {
+        "claims judges what result files have: --dataset changes nothing",
+        "claims partitions no data: --alpha changes nothing",
+    }
+    assert "Dirichlet(0.3)" not in (Path(said.json["folder"]) / "table.md").read_text()
+
+
 def test_a_flag_that_changes_nothing_is_named(command):
     said = command("paper", "datasets", "--scale", "smoke", "--seeds", 3, "--rounds", 9, "--mode", "both", "--json")
     assert said.code == 0

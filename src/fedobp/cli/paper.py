@@ -107,7 +107,8 @@ def paper(
     try:
         with task_progress() as advance, redirect_stdout(sys.stderr):
             work = Work(out or Path("runs") / f"paper-{setting.scale}", until, advance, sources=folders or ())
-            work.notes += unused_flags(EXPERIMENTS[name], seeds=seeds, rounds=rounds, mode=mode)
+            given = {"dataset": dataset, "alpha": alpha, "seeds": seeds, "rounds": rounds, "mode": mode}
+            work.notes += unused_flags(EXPERIMENTS[name], given)
             found = run_experiment(EXPERIMENTS[name], setting, work)
     except Stopped:
         print_note("the same command goes on with it")

@@ -266,10 +266,12 @@ def setting_for(
     )
 
 
-def unused_flags(experiment: Experiment, **given: object) -> list[str]:
+def unused_flags(experiment: Experiment, given: Mapping[str, object]) -> list[str]:
     """Return notes on given flags that change nothing in an experiment: all experiments take them."""
     reasons = {} if experiment.trains else {"seeds": "has no seeds", "rounds": "trains nothing"}
     reasons |= {} if experiment.takes_modes else {"mode": "has no method with several modes"}
+    reasons |= {} if experiment.datasets else {"dataset": "judges what result files have"}
+    reasons |= {} if experiment.datasets and experiment.needs_data else {"alpha": "partitions no data"}
     return [
         f"{experiment.name} {reason}: --{name} changes nothing"
         for name, reason in reasons.items()
@@ -312,9 +314,9 @@ def run_experiment(experiment: Experiment, setting: Setting, work: Work) -> dict
 def describe_setting(setting: Setting, experiment: Experiment) -> str:
     """Return the setting in a sentence; rounds and seeds are named where something is trained."""
     words = [f"Scale {setting.scale}"]
-    if setting.datasets:
-        alphas = " and ".join(f"Dirichlet({alpha:g})" for alpha in setting.alphas)
-        words += [", ".join(map(title, setting.datasets)), alphas, *[f"{setting.rounds} rounds"] * experiment.trains]
+    if setting.datasets and experiment.datasets:
+        alphas = [" and ".join(f"Dirichlet({alpha:g})" for alpha in setting.alphas)] * experiment.needs_data
+        words += [", ".join(map(title, setting.datasets)), *alphas, *[f"{setting.rounds} rounds"] * experiment.trains]
         first, last = setting.seeds[0], setting.seeds[-1]
         seeds = [f"seeds {first} to {last}" if first < last else f"seed {first}"] * experiment.trains
         seeds += [f"partition seed {FIRST_SEED}"] * experiment.needs_data
