@@ -8,6 +8,7 @@ from by_hand import context
 from lanes_cases import NETWORKS
 from plain_loops import small_federation
 from test_checkpoint import SMALL, begin, contents, go_on
+from torch import nn
 
 from fedobp import Config, Federation, FedobpError
 from fedobp.algorithms import METHODS
@@ -176,6 +177,22 @@ def _first_has_none(task):
 
 def test_what_has_no_linear_head_with_a_bias_is_refused():
     config = Config(**{**SMALL, "model": NETWORKS["without-bias"]}, method="fedavg", prior="serve")
+    with pytest.raises(FedobpError, match="need a last layer that is linear and has a bias"):
+        Federation(config).run()
+
+
+class Scaled(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.classifier = nn.Linear(64, classes)
+
+    def forward(self, x):
+        return 5 * self.classifier(x.flatten(1))
+
+
+@pytest.mark.parametrize("parts", [{"prior": "serve"}, {"prior": "train"}, {"calibrate": "head"}], ids=str)
+def test_a_network_that_changes_its_last_layers_outputs_is_refused(parts):
+    config = Config(**{**SMALL, "model": lambda shape, classes: Scaled(classes)}, method="fedavg", **parts)
     with pytest.raises(FedobpError, match="need a last layer that is linear and has a bias"):
         Federation(config).run()
 
