@@ -4,6 +4,7 @@ import math
 from collections import OrderedDict
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from by_hand import vector
@@ -21,6 +22,7 @@ from plain_loops import (
 )
 from torch import nn
 
+from fedobp import Config, Federation
 from fedobp.algorithms import METHODS
 from fedobp.algorithms.decoupled import add_both, add_curvature, refit, take_global
 from fedobp.algorithms.fedavg import keep_and_upload
@@ -149,6 +151,38 @@ def test_an_entry_without_a_gradient_is_never_personal():
     assert found.scratch["mine"].tolist() == [True, False, True, False, True, True]
     assert found.theta[[1, 3]].tolist() == [0, 0]
     assert found.theta.isfinite().all()
+
+
+def test_rounding_noise_is_no_gradient():
+    """z does not depend on the size of an input, so without a floor the second one would always be refitted too."""
+    model, eps = Model(line, (2,), 2), torch.finfo(torch.float64).eps
+    for small, is_personal in ((900 * eps, False), (1100 * eps, True)):
+        found = after_test(model, torch.zeros(6).double(), [[1, small]] * 9, [1] * 9)
+        assert found.scratch["mine"].tolist() == [True, is_personal] * 2 + [True] * 2
+
+
+def test_where_the_softmax_is_saturated_no_step_is_taken():
+    """p of the true class is e^-80: gradients are 1, and the curvature is as small as p."""
+    theta = torch.tensor([0, 0, 80, 0]).double()
+    found = after_test(Model(line, (1,), 2), theta, [[1]] * 9, [1] * 9)
+    assert found.scratch["step"].any()
+    assert found.theta.equal(theta)
+    assert not found.scratch["mine"].any()
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("engine", ["serial", "lanes"])
+def test_the_key_bias_of_attention_is_never_personal(engine, precision):
+    """The softmax does not depend on it. With equal samples the noise of all is the same, and z^2 is their number."""
+    tokens, client = np.tile([3, 1, 4, 1, 5, 9], (120, 1)), np.repeat([0, 1], 60)
+    config = Config(engine=engine, precision=precision, rounds=1, model="transformer", device="cpu")
+    federation = Federation.from_data(tokens, client, client=client, tokens=True, vocabulary=12, config=config)
+    result = federation.run("decoupled", rule="statistic")
+    shared, served = result.state_dict(), result.state_dict(client=0)
+    assert not served["classifier.bias"].equal(shared["classifier.bias"])
+    biases = [name for name in shared if name.endswith("key.bias")]
+    assert len(biases) == 2
+    assert all(served[name].equal(shared[name]) for name in biases)
 
 
 def test_the_statistic_of_a_client_without_samples_is_the_global_model():

@@ -8,6 +8,7 @@ from by_hand import context
 from lanes_cases import NETWORKS
 from plain_loops import small_federation
 from test_checkpoint import SMALL, begin, contents, go_on
+from torch import nn
 
 from fedobp import Config, Federation, FedobpError
 from fedobp.algorithms import METHODS
@@ -180,10 +181,26 @@ def test_what_has_no_linear_head_with_a_bias_is_refused():
         Federation(config).run()
 
 
+class Scaled(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.classifier = nn.Linear(64, classes)
+
+    def forward(self, x):
+        return 5 * self.classifier(x.flatten(1))
+
+
+@pytest.mark.parametrize("parts", [{"prior": "serve"}, {"prior": "train"}, {"calibrate": "head"}], ids=str)
+def test_a_network_that_changes_its_last_layers_outputs_is_refused(parts):
+    config = Config(**{**SMALL, "model": lambda shape, classes: Scaled(classes)}, method="fedavg", **parts)
+    with pytest.raises(FedobpError, match="need a last layer that is linear and has a bias"):
+        Federation(config).run()
+
+
 @pytest.mark.parametrize("level", ["bias", "head"])
 def test_a_fit_with_batch_norm_is_refused_before_training(level, tmp_path):
     config = Config(**{**SMALL, "model": NETWORKS["normed"]}, method="fedavg", calibrate=level)
-    with pytest.raises(FedobpError, match="or --calibrate, computes logits by itself, which is not made for BatchNorm"):
+    with pytest.raises(FedobpError, match=r"^--calibrate computes logits by itself, which is not made for BatchNorm"):
         Federation(config).run(out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -150,6 +150,7 @@ def test_a_given_test_part_survives_an_import(tmp_path):
         (lambda: Dataset.from_data([(X, Y), (X.astype(np.uint8), Y)]), "type uint8"),
         (lambda: Dataset.from_data([(X, Y), (X, Y[1:])]), "shard of client 1 has 240 inputs and labels of shape"),
         (lambda: Dataset.from_data([(X, Y), (X[:0], Y[:0])]), "shard of client 1 has no samples"),
+        (lambda: Dataset.from_data([(X, Y) * 2, (X[:0], Y[:0]) * 2]), "shard of client 1 has no samples"),
         (lambda: Dataset.from_data([(X, Y), (X, Y, X, Y)]), "must have a test part"),
         (lambda: Dataset.from_data(lambda client: (X, Y)), "give `clients`"),
         (lambda: Dataset.from_data(X, Y, clients=3), "number of clients that a function is asked for"),
@@ -239,6 +240,19 @@ def test_reprs_are_short():
         "Dataset(in-memory: 240 samples of shape 5, 3 labels, 6 clients)"
     )
     assert repr(Federation.from_data(shards())) == "Federation(in-memory, 6 clients, mlp of 1,155 parameters)"
+
+
+@pytest.mark.parametrize("empty", [0, 5])
+def test_a_shard_may_have_test_samples_alone_as_arrays_may(empty):
+    parts = [(x[10:], y[10:], x[:10], y[:10]) for x, y in shards()]
+    parts[empty] = (X[:0], Y[:0], *parts[empty][2:])
+    arrays = [np.concatenate([part[at] for pair in parts for part in (pair[:2], pair[2:])]) for at in (0, 1)]
+    owner = np.concatenate([np.full(len(y) + len(y_test), at) for at, (_, y, _, y_test) in enumerate(parts)])
+    test = np.concatenate([np.arange(len(y) + len(y_test)) >= len(y) for _, y, _, y_test in parts])
+    found = Federation.from_data(parts, config=SMALL)
+    assert found.partition == Federation.from_data(*arrays, client=owner, test=test, config=SMALL).partition
+    assert (found.data.size(empty, "train"), found.data.size(empty, "test")) == (0, 10)
+    assert found.run("fedavg").accuracy.pooled > 0
 
 
 def test_another_partition_than_natural_does_not_keep_a_given_test_part():

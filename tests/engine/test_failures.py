@@ -1,13 +1,16 @@
 """Failures: which are caught, which are raised, and what is reported when weights are no longer finite."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fedobp import FedobpError
 from fedobp.algorithms import METHODS
 from fedobp.engine import caught, diverged
-from fedobp.engine.failures import refuse_batch_norm, without_failures
+from fedobp.engine.failures import refuse_batch_norm, refuse_programs, without_failures
 from fedobp.errors import Stopped
+from fedobp.label_prior import label_prior
 from fedobp.method import CohortUpdate, RoundContext
 from fedobp.models import Model
 
@@ -39,8 +42,29 @@ def test_updates_are_returned_unless_one_of_them_is_an_exception():
 
 def test_batch_norm_is_refused_with_what_to_do():
     refuse_batch_norm(MODEL)
-    with pytest.raises(FedobpError, match=r"not made for BatchNorm \('cnn-bn'\): use --model cnn"):
-        refuse_batch_norm(Model("cnn-bn", (1, 28, 28), 10))
+    model = Model("resnet8-bn", (1, 8, 8), 10)  # for which the network `cnn` is too large
+    with pytest.raises(
+        FedobpError, match=r"^this method computes .* BatchNorm \('resnet8-bn'\): choose a --model without"
+    ):
+        refuse_batch_norm(model)
+
+
+@pytest.mark.parametrize(
+    ("method", "calibrate", "cause"),
+    [
+        ("fedrod", "off", "--method fedrod"),
+        ("decoupled", "off", "--method decoupled"),
+        ("fedavg", "bias", "--calibrate"),
+    ],
+)
+def test_what_computes_logits_itself_is_named(method, calibrate, cause):
+    options = {"rule": "statistic"} if method == "decoupled" else {}
+    one = label_prior(METHODS[method](**options), "off", calibrate)
+    ctx = RoundContext(Model("cnn-bn", (1, 28, 28), 10), round=1, rounds=9, clients=8, epochs=1, cohort=torch.arange(2))
+    with pytest.raises(FedobpError, match=f"^{cause} computes logits by itself"):
+        refuse_programs(one, ctx)
+    refuse_programs(one, replace(ctx, model=MODEL))
+    refuse_programs(METHODS["fedavg"](), ctx)
 
 
 def error_of(method, **hparams):

@@ -129,7 +129,17 @@ def no_bias(shape, classes):
     return nn.Sequential(OrderedDict(flatten=nn.Flatten(), classifier=nn.Linear(64, classes, bias=False)))
 
 
-@pytest.mark.parametrize(("method", "model"), [("apfl", "mlp"), ("fedavg", deep_head), ("fedavg", no_bias)])
+def changed_after(shape, classes):
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 5 * super().forward(x)
+
+    return nn.Sequential(OrderedDict(flatten=nn.Flatten(), classifier=Scaled(64, classes)))
+
+
+@pytest.mark.parametrize(
+    ("method", "model"), [("apfl", "mlp"), ("fedavg", deep_head), ("fedavg", no_bias), ("fedavg", changed_after)]
+)
 def test_there_is_no_such_column_without_a_bias_to_put_it_in(method, model):
     """APFL predicts with two models."""
     result = Federation(Config(**{**TINY, "rounds": 1, "method": method, "model": model})).run()

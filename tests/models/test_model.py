@@ -1,5 +1,7 @@
 """`Model`: initialisation, modules and vectors, features and heads, and the networks that it refuses."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -157,3 +159,82 @@ def test_a_head_that_is_not_a_linear_layer_is_refused(registered):
     name = registered(flatten=nn.Flatten(), classifier=nn.Linear(4, 2, bias=False))
     with pytest.raises(FedobpError, match="one linear layer with a bias"):
         Model(name, (4,), 2).head(torch.zeros(8))
+
+
+class Changed(nn.Module):
+    """A network that changes what its classifier returns."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.fc, self.classifier, self.scale = nn.Linear(6, 8), nn.Linear(8, 4), nn.Parameter(torch.ones(1))
+        self.change = change
+
+    def forward(self, x):
+        return self.change(self, self.classifier(self.fc(x).relu()))
+
+
+class Tied(nn.Module):
+    """A network whose classifier has the weight of another layer, which comes before it or after it."""
+
+    def __init__(self, first):
+        super().__init__()
+        for name in ("fc", "classifier") if first else ("classifier", "fc"):
+            setattr(self, name, nn.Linear(4, 4))
+        self.classifier.weight = self.fc.weight
+
+    def forward(self, x):
+        return self.classifier(self.fc(x).relu())
+
+
+class Normalised(nn.Linear):
+    """A linear layer by its type."""
+
+    def forward(self, x):
+        return super().forward(nn.functional.normalize(x, dim=-1))
+
+
+class Reading(nn.Module):
+    """A network that reads its classifier's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.classifier = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.classifier(x) + 0 * self.classifier.weight.sum()
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "is_linear"),
+    [
+        (lambda: Changed(lambda net, z: z), (6,), True),
+        (lambda: Changed(lambda net, z: z.log_softmax(dim=-1)), (6,), False),
+        (lambda: Changed(lambda net, z: 5 * z), (6,), False),
+        (lambda: Changed(lambda net, z: net.scale * z), (6,), False),
+        (lambda: Changed(lambda net, z: z.clamp(-9, 9)), (6,), False),
+        (lambda: Tied(True), (4,), False),
+        (lambda: Tied(False), (4,), False),
+        (Reading, (6,), False),
+        (lambda: nn.Sequential(OrderedDict(classifier=Normalised(6, 4))), (6,), False),
+    ],
+)
+def test_a_head_is_linear_where_its_outputs_are_the_logits(build, shape, is_linear):
+    before = torch.get_rng_state()
+    model = Model(lambda shape, classes: build(), shape, 4)
+    assert model.has_linear_head is is_linear
+    assert torch.get_rng_state().equal(before)
+
+
+def test_the_head_of_a_network_for_tokens_is_tried_with_tokens():
+    class Words(nn.Module):
+        def __init__(self, vocabulary, classes):
+            super().__init__()
+            self.words, self.classifier = nn.Embedding(vocabulary, 5), nn.Linear(5, classes)
+
+        def forward(self, x):
+            return self.classifier(self.words(x).mean(dim=1))
+
+    def words(shape, classes, *, vocabulary):
+        return Words(vocabulary, classes)
+
+    assert Model(words, (7,), 3, vocabulary=9).has_linear_head

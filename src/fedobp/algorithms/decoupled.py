@@ -98,6 +98,7 @@ def add_gradient(model: fl.Model, client: fl.Client, batch: fl.Batch) -> fl.Clie
 STEPS = {"fisher": add_squares, "fisher-batch": add_gradient, "obd": add_squares}  # scores that need samples
 WITH_MODELS = {**SCORES, "magnitude": magnitude}  # scores that need the two models alone
 _START = 0.9  # of q with `warmup`
+_NOISE = 1e3  # a gradient below this many roundings of the largest one is noise: in bf16 it was up to 420, else 0.03
 
 
 # The statistic
@@ -124,10 +125,14 @@ def add_curvature(model: fl.Model, client: fl.Client, batch: fl.Batch) -> fl.Cli
 
 
 def refit(model: fl.Model, client: fl.Client) -> fl.Client:
-    """Take the step, at the length that minimises the quadratic model along it."""
+    """Take the step, at the length that minimises the quadratic model along it; none without a curvature.
+
+    A curvature below the rounding of J s, squared, is none: f s^2 is the square of an entry's part in J s.
+    """
     step, curved = client.scratch["step"], client.scratch["curvature"]
     gain = -(client.scratch["gradient"] * step).sum()
-    length = torch.where(curved > 0, gain / curved, 0.0)
+    rounding = torch.finfo(step.dtype).eps ** 2 * (client.scratch["squares"] * step.square()).sum()
+    length = torch.where(curved > rounding, gain / curved, 0.0)
     theta = client.theta + length * step
     return client.set(theta=theta, mine=theta != client.theta)
 
@@ -302,8 +307,12 @@ class Decoupled(FedOBP):
         return score * last.square() / 2 if self.score == "obd" else score
 
     def _choose_step(self, model: fl.Model, client: fl.Client) -> fl.Client:
-        """Test every entry; the step is that of the personal ones. An entry without a gradient is never personal."""
+        """Test every entry; the step is that of the personal ones. An entry without a gradient is never personal.
+
+        Such an entry may have rounding noise for a gradient: attention's key bias does, which changes no softmax.
+        """
         gradient, squares = client.scratch["gradient"], client.scratch["squares"]
-        root = torch.where(squares > 0, gradient / squares.sqrt(), 0.0)
+        noise = (_NOISE * torch.finfo(squares.dtype).eps) ** 2 * squares.amax()
+        root = torch.where(squares > noise, gradient / squares.sqrt(), 0.0)
         chosen = self.personal(model, root.square())
         return client.set(step=chosen * -root, curvature=root.new_zeros(()))

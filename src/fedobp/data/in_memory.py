@@ -246,7 +246,7 @@ def _joined(shards: "Mapping[str | int, tuple[_Part, _Part | None]]", tokens: bo
             pieces.append(part)
             clients += [client] * len(part.x)
             tests += [is_test] * len(part.x)
-        if not len(train.x):
+        if not len(train.x) and (test is None or not len(test.x)):
             raise FedobpError(f"the shard of client {short(client)} has no samples: leave it out")
     found: dict[str, Any] = {
         "tokens" if tokens else "x": np.concatenate([part.x for part in pieces]),

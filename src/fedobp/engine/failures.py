@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fedobp.errors import FedobpError, Stopped
 from fedobp.method import CohortUpdate, Method, Model, RoundContext, Sweep, Train
+from fedobp.wrapped import inner_of
 
 T = TypeVar("T")
 
@@ -29,21 +30,23 @@ def without_failures(updates: Sequence[CohortUpdate | BaseException]) -> list[Co
     return [update for update in updates if isinstance(update, CohortUpdate)]
 
 
-def refuse_batch_norm(model: Model) -> None:
-    """Refuse a model with BatchNorm where a method computes logits itself."""
+def refuse_batch_norm(model: Model, cause: str = "this method") -> None:
+    """Refuse a model with BatchNorm where a method, or what is the cause, computes logits itself."""
     if model.layout.learned < model.layout.size:
         raise FedobpError(
-            "this method, or --calibrate, computes logits by itself, which is not made for BatchNorm "
-            f"('{model.name}'): use --model cnn"
+            f"{cause} computes logits by itself, which is not made for BatchNorm ('{model.name}'): choose a --model "
+            "without BatchNorm (fedobp models lists them)"
         )
 
 
 def refuse_programs(method: Method, ctx: RoundContext) -> None:
     """Refuse before round 1 what an engine refuses when it gets there: the first evaluation may be many rounds away."""
-    if ctx.model.layout.learned < ctx.model.layout.size:
-        program = [*method.client_update(ctx), *method.personalize(ctx)]
+    if ctx.model.layout.learned == ctx.model.layout.size:
+        return
+    for one, cause in ((inner_of(method), f"--method {method.name}"), (method, "--calibrate")):
+        program = [*one.client_update(ctx), *one.personalize(ctx)]
         if any(isinstance(item, Sweep) or (isinstance(item, Train) and item.loss is not None) for item in program):
-            refuse_batch_norm(ctx.model)
+            refuse_batch_norm(ctx.model, cause)
 
 
 def diverged(ctx: RoundContext, finite: Tensor, hparams: Mapping[str, float], method: Method) -> FedobpError:

@@ -23,6 +23,8 @@ from fedobp.models.registry import Network, network, network_options, token_argu
 from fedobp.options import Option
 from fedobp.plugins import attributing_errors, is_ours, label
 
+_ROUNDING = 1e-4  # relative to the largest number, in float32
+
 
 class Model:
     """A network for inputs of one shape: its layout, its initial vector, and ordinary modules on demand.
@@ -62,6 +64,10 @@ class Model:
         self.structure, self._threads = with_pure_batch_norm(module), threading.local()
         tensors = _tensors(module)
         self.layout = Layout(tuple(tensors), tuple(tuple(tensor.shape) for tensor in tensors.values()))
+        # Whether the classifier is one linear layer with a bias, and its outputs are the logits.
+        self.has_linear_head = isinstance(layer := module.classifier, nn.Linear) and layer.bias is not None
+        if self.has_linear_head and not is_ours(self.build):
+            self.has_linear_head = self._head_gives_logits(self.read(module))
 
     def _build(self, seed: int) -> nn.Module:
         # Default initialisation draws from torch's global generator: seed it, and restore its state afterwards.
@@ -179,10 +185,34 @@ class Model:
             for layer in layers.values():
                 layer.inputs = torch.zeros(0)
 
-    @property
-    def has_linear_head(self) -> bool:
-        """Whether the classifier is one linear layer with a bias."""
-        return isinstance(layer := self.structure.classifier, nn.Linear) and layer.bias is not None
+    def _head_gives_logits(self, theta: Tensor) -> bool:
+        """Return whether the features, the classifier's weight and its bias give the logits.
+
+        They do not if the weight is that of another layer, or if the network changes the classifier's outputs. A
+        learned scale starts at 1, so parameters are moved away from where they start; bounds show with a large head.
+        """
+        if not {"classifier.weight", "classifier.bias"} <= set(self.layout.names):
+            return False
+        generator, shape = torch.Generator().manual_seed(0), (4, *self.shape)
+        learned = theta[: self.layout.learned]
+        learned += (0.1 * learned.abs() + 0.01) * torch.randn(learned.shape, generator=generator)
+        if self.vocabulary:
+            x = torch.randint(self.vocabulary, shape, generator=generator)
+        else:
+            x = torch.randn(shape, generator=generator)
+        weight, bias = self.head(theta)
+        bias = torch.randn(bias.shape, generator=generator)
+        try:
+            for size in (1, 100):
+                theta = self.with_head(theta, size * weight, size * bias)
+                with torch.no_grad():
+                    logits = self.logits(theta, x.clone())  # a network may change its inputs
+                    given = self.features(theta, x.clone()) @ (size * weight).T + size * bias
+                if logits.shape != given.shape or not (logits - given).abs().max() <= _ROUNDING * logits.abs().max():
+                    return False
+        except Exception:  # from code of the user, which need not work without its classifier
+            return False
+        return True
 
     def head(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Return the classifier's weight [..., classes, features] and bias [..., classes]."""
