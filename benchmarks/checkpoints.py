@@ -2,11 +2,12 @@
 
     python benchmarks/checkpoints.py                            # the demo's size, three checkpoints: four minutes
     python benchmarks/checkpoints.py --dataset fmnist --seconds 60 --minutes 5
-    python benchmarks/checkpoints.py --dataset cifar10 --runs 16 --seconds 30 --minutes 2.5       # on a GPU
+    python benchmarks/checkpoints.py --dataset cifar10 --runs 16 --seconds 30 --minutes 4.2       # on a GPU
 
-The runs are stopped after `--minutes`. Training waits only while a checkpoint is taken; a thread writes it, which on
-the CPU takes time from training too: the cost is between the two shares. The last line compares the rounds a second
-before the first checkpoint (without the first five seconds) and after it. Data: $FEDOBP_DATA.
+The runs are stopped after `--minutes`. Where a checkpoint takes w seconds to write, the next one is taken after 10 w
+seconds at the earliest, if `--seconds` is less. Training waits only while a checkpoint is taken; a thread writes it,
+which on the CPU takes time from training too: the cost is between the two shares. The last line compares the rounds a
+second before the first checkpoint (without the first five seconds) and after it. Data: $FEDOBP_DATA.
 """
 
 import argparse
