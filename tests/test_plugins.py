@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -284,13 +285,30 @@ def test_a_class_is_run_without_a_package(tmp_path):
 
 
 @pytest.mark.usefixtures("forgotten")
-def test_a_later_class_of_a_name_takes_its_place():
+def test_a_later_class_of_a_name_takes_its_place_but_in_settings_that_have_another():
     first, second = from_the_docs(), from_the_docs()
-    assert Config(method=first).method == "fedmedian"
+    config = Config(method=first)
+    assert config.method == "fedmedian"
     assert method_class("fedmedian") is first
     Config(method=second)
     assert method_class("fedmedian") is second
+    assert method_class(config.method) is method_class(deepcopy(replace(config, rounds=3)).method) is first
     assert "fedmedian" not in METHODS
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_two_classes_of_one_name_train_side_by_side():
+    """One keeps the global model as it was."""
+    still, moving = (Config(rounds=1, clients=5, method=from_the_docs(), options={"step": s}) for s in (0.0, 1.0))
+    alone = [Federation(config).run().accuracy.pooled for config in (still, moving)]
+    assert alone[0] != alone[1]
+
+    class Frozen(method_class(moving.method)):
+        def aggregate(self, ctx, server, records, update):
+            return server, records
+
+    frozen = replace(moving, method=Frozen)
+    assert [result.accuracy.pooled for result in sweep([frozen, moving])] == alone
 
 
 @pytest.mark.usefixtures("forgotten")

@@ -196,6 +196,11 @@ def with_dataset(config: Config, dataset: Dataset | None) -> Config:
     return replace(config, dataset=dataset.name)
 
 
+def is_of(notes: object, dataset: Dataset) -> bool:
+    """Return whether the notes of a finished run name this data, which was in memory; lazy data is not compared."""
+    return isinstance(dataset, LazyDataset) or f"SHA-256 {dataset.content_hash})" in str(notes)
+
+
 def notes_of(config: Config, dataset: Dataset) -> list[str]:
     """Return what of a run its folder does not hold, one sentence each."""
     notes = []

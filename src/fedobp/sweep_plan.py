@@ -14,7 +14,7 @@ from typing import Any
 from fedobp.config import TABLES, Config
 from fedobp.data import Dataset
 from fedobp.errors import FedobpError, short
-from fedobp.federation import source_key, with_dataset
+from fedobp.federation import is_of, source_key, with_dataset
 from fedobp.files import write
 from fedobp.grouping import memory_for
 from fedobp.plugins import label
@@ -116,8 +116,13 @@ class Sweep:
         return [launch for at, launch in enumerate(self.launches) if shard.has(at) and not asked.isdisjoint(launch)]
 
     def _read(self, name: str) -> SavedRun:
-        """Return a finished run, whose settings must be those of the plan."""
+        """Return a finished run, whose settings must be those of the plan, and its data that which is given now."""
         run = read_run(self.path(name))
+        data = self.datasets.get(source_key(self.configs[name]))
+        if data is not None and data.in_memory and not is_of(run.result.get("notes"), data):
+            raise FedobpError(
+                f"{short(run.folder, 200)} was trained with other data than is given now: give the same, or another folder"
+            )
         if not run.config.is_same(self.configs[name]):
             raise FedobpError(
                 f"{short(run.folder, 200)} has other settings than {short(self.file.name)} says: put back the run or "

@@ -182,17 +182,6 @@ def test_without_a_result_json_is_an_object_too(command):
     assert said.err == "note: Not trained yet: 1 run. `fedobp sweep 'my folder'` continues.\n"
 
 
-def test_without_any_success_json_is_an_object_too(command):
-    for _ in range(2):  # the second time, the failure is read
-        said = command("sweep", *TINY, "--lr", 1e30, "--out", "here", "--json")
-        assert (said.code, said.json["runs"], said.json["table"]) == (2, [], [])
-        assert "no longer finite" in said.json["failed"][0]["error"]
-        assert said.json["failed"][0]["error"] in said.err
-    Path("grid.toml").write_text("[settings]\nlr = [-1, -2]\n")
-    said = command("sweep", "grid.toml", "--json")
-    assert (said.code, said.json["runs"], len(said.json["failed"])) == (2, [], 2)
-
-
 def test_a_setting_of_a_grid_may_be_spelled_as_its_flag(command):
     said = command("sweep", *TINY, "--grid", "batch-size=8,16", "--out", "here", "--json")
     assert (said.code, len(said.json["runs"])) == (0, 2)

@@ -52,6 +52,16 @@ def test_a_run_on_arrays_equals_a_run_on_their_import(dtype, tmp_path):
     assert given.history == on_disk.history
 
 
+def test_columns_with_more_digits_than_float32_has_are_named():
+    """Such as time stamps; a constant column loses nothing."""
+    x = np.random.default_rng(0).standard_normal((60, 4))
+    x[:, 1], x[:, 3] = x[:, 1] + 1.7e9, 1.7e9
+    with pytest.warns(UserWarning, match=r"has 1 column\(s\), the first is 1, whose values differ by little more than"):
+        Dataset.from_data(x, np.arange(60) % 3)
+    x[:, 1] -= x[:, 1].mean()
+    Dataset.from_data(x, np.arange(60) % 3)
+
+
 def test_tensors_equal_arrays_and_images_are_channels_first():
     same(Dataset.from_data(torch.tensor(X), torch.tensor(Y)), Dataset.from_data(X, Y))
     images = random.integers(256, size=(20, 3, 8, 8)).astype(np.uint8)

@@ -77,8 +77,16 @@ METHODS: dict[str, type[Method]] = {
 _GIVEN: dict[str, type[Method]] = {}  # classes of the user, by name
 
 
+class GivenName(str):
+    """The name of a class of the user, with the class: settings keep it when another class takes the name."""
+
+    method: type[Method]
+
+
 def method_class(name: str) -> type[Method]:
     """Return a method's class by its name: a built-in one, one that the user gave, or one of another package."""
+    if isinstance(name, GivenName):
+        return name.method
     if name in METHODS:
         return METHODS[name]
     if name in _GIVEN:
@@ -90,15 +98,18 @@ def method_class(name: str) -> type[Method]:
 
 
 def register_method(method: type[Method]) -> str:
-    """Make a class of the user available under its name, instead of one given before, and return the name."""
+    """Make a class of the user available under its name, instead of one given before, and return the name with it."""
     name = str(getattr(method, "name", method))
     if problem := _problem(method, name):
         raise FedobpError(f"the method {short(method)} {problem}")
     if METHODS.get(name, method) is not method:
         raise FedobpError(f"'{name}' is the name of a built-in method: give yours another `name`")
-    if name not in METHODS:
-        _GIVEN[name] = method
-    return name
+    if name in METHODS:
+        return name
+    _GIVEN[name] = method
+    given = GivenName(name)
+    given.method = method
+    return given
 
 
 def is_declared(name: str) -> bool:

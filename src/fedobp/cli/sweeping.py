@@ -181,10 +181,7 @@ def train_and_print(
     trackers = trackers_named(track or [])
     configs, refused = make_configs(asked.runs)
     if not configs:
-        failed = [*asked.unloadable, *refused.values()]
-        if as_json:
-            print_result({"runs": [], "table": [], "failed": [failure.to_json() for failure in failed]})
-        raise report_failures(SweepError([], failed))
+        raise report_failures(SweepError([], [*asked.unloadable, *refused.values()]))
     folder = out or new_run_folder(f"{name}-{next(iter(configs.values())).dataset}")
     due = [run for run in configs if not (folder / run / "result.json").exists()]
     try:
@@ -212,9 +209,9 @@ def train_and_print(
         if out is None:
             with suppress(OSError):  # the new folder is empty only if no run could start
                 folder.rmdir()
-    all_failed = {**refused, **outcome.failed}
-    ordered = [*asked.unloadable, *(all_failed[run] for run in asked.runs if run in all_failed)]
-    print_outcome(folder, name, replace(outcome, failed=all_failed), ordered, as_json)
+    failed = {**refused, **outcome.failed}
+    ordered = [*asked.unloadable, *(failed[run] for run in asked.runs if run in failed)]
+    print_outcome(folder, name, replace(outcome, failed=failed), ordered, as_json)
 
 
 def print_outcome(
@@ -249,7 +246,7 @@ def print_outcome(
         table.notes += choice_notes(choices)
         page = write_report(folder / "report.html", saved, notes=choice_notes(choices) + _undone(outcome))
         print_result(content if as_json else table, f"Run folder: {folder}\nReport: {page}")
-    elif as_json:
+    elif as_json and not failed:
         print_result(content)
     for line in _left(outcome.missing) if folder.exists() else []:  # else no run could start
         print_note(f"{line} `{shlex.join(['fedobp', 'sweep', str(folder)])}` continues.")

@@ -2,6 +2,7 @@
 
 import hashlib
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -130,11 +131,25 @@ def check_inputs(what: str, x: NDArray[Any]) -> NDArray[Any]:
             tokens = ", or give it as tokens" if x.dtype.kind in "iu" and x.ndim == 2 else ""
             raise FedobpError(f"{what} has x of type {short(x.dtype)}: convert it to uint8 or float32{tokens}")
         with np.errstate(over="ignore"):
-            x = x.astype(np.float32, copy=False)
-            finite = np.isfinite(x).all()
+            rounded = x.astype(np.float32, copy=False)
+            finite = np.isfinite(rounded).all()
         if not finite:
             raise FedobpError(f"{what} has NaN or infinite values in x: remove or replace those samples")
+        if x.ndim == 2 and x.dtype.itemsize > 4:
+            _warn_of_lost_digits(what, x)
+        x = rounded
     return x
+
+
+def _warn_of_lost_digits(what: str, x: NDArray[Any]) -> None:
+    """Warn of columns whose values differ by little more than the spacing of float32 there, as time stamps may."""
+    spread, spacing = x.std(axis=0), np.abs(x).max(axis=0, initial=0.0) * 2.0**-23
+    if (lost := np.flatnonzero((spread > 0) & (spread < 8 * spacing))).size:
+        warnings.warn(
+            f"{what} has {lost.size} column(s), the first is {lost[0]}, whose values differ by little more than what "
+            "float32 can tell apart: subtract a constant from them, such as their mean",
+            stacklevel=2,
+        )
 
 
 def _parse_tokens(name: str, arrays: Mapping[str, NDArray[Any]], known: Sequence[str | int] | None) -> Dataset:
