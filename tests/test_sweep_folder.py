@@ -157,7 +157,7 @@ def test_a_dataset_in_memory_is_given_again(tmp_path):
     resume_sweep(tmp_path, runs, dataset=dataset, minutes=0)
     assert list(resume_sweep(tmp_path, runs, dataset=dataset).runs) == list(runs)
     other = Dataset.from_data(np.roll(x, 1, axis=0), (x[:, 0] > 0).astype(int))
-    with pytest.raises(FedobpError, match="fedavg-seed1 was trained with other data than is given now: give the same"):
+    with pytest.raises(FedobpError, match="fedavg-seed1 was trained with other data than what is given"):
         resume_sweep(tmp_path, {**runs, **grid(seeds=(3,), methods=("fedavg",))}, dataset=other)
 
 
