@@ -121,8 +121,8 @@ class Sweep:
         data = self.datasets.get(source_key(self.configs[name]))
         if data is not None and data.in_memory and not is_of(run.result.get("notes"), data):
             raise FedobpError(
-                f"{short(run.folder, 200)} was trained with other data than what is given: give the same, or use another "
-                "folder"
+                f"{short(run.folder, 200)} was trained with other data than what is given: give the same, or use "
+                "another folder"
             )
         if not run.config.is_same(self.configs[name]):
             raise FedobpError(
