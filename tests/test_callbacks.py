@@ -1,6 +1,7 @@
 """Callbacks: when they are called, with what, and what happens if they raise."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -189,6 +190,18 @@ def test_a_callback_cannot_change_the_metrics_of_a_result():
 
     result = Federation(Config(rounds=1, epochs=1, metrics="loss")).run("fedavg", callbacks=[Greedy()])
     assert list(result.accuracy.metrics) == ["loss"]
+
+
+def test_a_callback_cannot_change_the_rows_of_clients_or_the_provenance_of_a_result():
+    class Greedy(Callback):
+        def on_end(self, config, result):
+            result.clients[0]["served"] = None
+            result.provenance["seed"] = None
+
+    rows, origin = ({"client": 0, "served": 90.0},), {"seed": 1}
+    given = replace(made(), clients=rows, provenance=origin)
+    assert report_end([Greedy()], given.config, given) is given
+    assert (rows, origin) == (({"client": 0, "served": 90.0},), {"seed": 1})
 
 
 def test_an_interrupt_at_the_end_reaches_all_callbacks_first():

@@ -97,6 +97,23 @@ def test_a_checkpoint_by_time_is_due_when_the_last_one_has_been_idle_for_nine_te
     assert [Interval(3).is_due(number, 0.0, writing=math.inf) for number in (2, 3, 4)] == [False, True, False]
 
 
+@pytest.mark.parametrize("every", ["a", -1, 1.5])
+def test_what_is_no_number_of_rounds_is_refused_before_anything_is_written(every, tmp_path):
+    config = Config(**SMALL)
+    for call in (
+        lambda: Federation(config).run(out=tmp_path / "run", checkpoint_every=every),
+        lambda: resume_sweep(tmp_path / "sweep", {"one": config}, checkpoint_every=every),
+    ):
+        with pytest.raises(FedobpError, match=f"`checkpoint_every` must be .* from 0 on, or None, not {every!r}$"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_without_a_folder_does_not_go_on():
+    with pytest.raises(FedobpError, match="`resume` goes on with a run in its folder: name the folder with `out`"):
+        Federation(Config(**SMALL)).run("fedavg", resume=True)
+
+
 @pytest.mark.parametrize("rest", [1e-9, 1e9])
 def test_by_time_the_next_checkpoint_waits_for_the_one_before_and_for_its_rest(rest, tmp_path, monkeypatch):
     """With an interval of 0 s: of two runs side by side, one is written after round 3 only."""

@@ -136,6 +136,19 @@ def test_runs_are_found(finished, tmp_path: Path):
         find_runs([tmp_path])
 
 
+@pytest.mark.parametrize(
+    ("folders", "said"),
+    [
+        ([], "load_results has no folder to read: give that of a run"),
+        ([""], "`folder` is empty: give the path of a folder"),
+        ([["r1"]], r"`folder` must be the path of a folder, a text or a pathlib.Path, not \['r1'\]"),
+    ],
+)
+def test_what_names_no_folder_is_a_user_error(folders: list, said: str):
+    with pytest.raises(FedobpError, match=said):
+        load_results(*folders)
+
+
 @pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "clients.csv"])
 def test_a_file_that_is_lost_is_a_user_error(finished, tmp_path: Path, name: str):
     _, result = finished

@@ -61,7 +61,7 @@ def report_end(callbacks: Sequence[Callback], config: Config, result: Result | B
 
 def _copy(result: Result) -> Result:
     """Return a result that can be changed without changing the caller's; the models are shared."""
-    columns = ("accuracy", "last", "finetuned", "validation", "new_clients", "history")
+    columns = ("accuracy", "last", "finetuned", "validation", "new_clients", "history", "clients", "provenance")
     return replace(result, **{name: deepcopy(getattr(result, name)) for name in columns})
 
 

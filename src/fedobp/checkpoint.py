@@ -58,6 +58,14 @@ class Interval:
     rounds: int | None = None  # 0: never
     seconds: float = 60.0
 
+    def __post_init__(self) -> None:
+        """Refuse what is no number of rounds."""
+        if self.rounds is not None and (not isinstance(self.rounds, int | np.integer) or self.rounds < 0):
+            raise FedobpError(
+                "`checkpoint_every` must be a number of rounds, a whole number from 0 on, or None, not "
+                f"{short(repr(self.rounds))}"
+            )
+
     def is_due(self, number: int, seconds: float, writing: float = 0.0) -> bool:
         """Say whether a checkpoint is due after a round; `seconds` have passed since the last one.
 

@@ -27,6 +27,7 @@ from fedobp.data import (
 )
 from fedobp.engine import dtype_of
 from fedobp.errors import FedobpError, short
+from fedobp.files import folder_path
 from fedobp.grouping import samples_key
 from fedobp.launch import Progress, RunPlan, train_side_by_side
 from fedobp.method import Method, Option
@@ -160,6 +161,9 @@ class Federation:
         checkpoint every minute, or every `checkpoint_every` rounds (0: none); with `resume`, a run that was interrupted
         goes on in it. `callbacks` are called after every round and at the end.
         """
+        folder, interval = None if out is None else folder_path(out, "out"), Interval(checkpoint_every)
+        if resume and folder is None:
+            raise FedobpError("`resume` goes on with a run in its folder: name the folder with `out`")
         method = register_method(method) if isinstance(method, type) else method
         callbacks = check_callbacks(callbacks)
         config, configured = self.config, self.method
@@ -167,8 +171,7 @@ class Federation:
             kept = config.options if method in (None, config.method) else {}
             config = replace(config, method=method or config.method, options={**kept, **options})
             config, configured = with_method(config, self.source)
-        plan = self.plan(config, configured, None if out is None else folder_path(out))
-        interval = Interval(checkpoint_every)
+        plan = self.plan(config, configured, folder)
         shown = progress or (lambda _: None)
         [result] = train_side_by_side([plan], shown, callbacks=callbacks, interval=interval, resume=resume)
         if isinstance(result, BaseException):
@@ -230,10 +233,3 @@ def _model_key(federation: "Federation") -> tuple[object, ...]:
 
 def _partition_key(config: Config) -> tuple[object, ...]:
     return config.partition_settings, config.partition_file, config.normalize
-
-
-def folder_path(out: str | Path) -> Path:
-    """Return a run's folder as a path; an empty one is refused."""
-    if not str(out).strip():
-        raise FedobpError("`out` is empty: name a folder, or leave it out")
-    return Path(out)

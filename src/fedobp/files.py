@@ -27,6 +27,15 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fedobp"
 
 
+def folder_path(given: object, name: str) -> Path:
+    """Return the argument `name` of a function, a folder of the user, as a path; an empty one is refused."""
+    if not isinstance(given, str | os.PathLike):
+        raise FedobpError(f"`{name}` must be the path of a folder, a text or a pathlib.Path, not {short(repr(given))}")
+    if not str(given).strip():
+        raise FedobpError(f"`{name}` is empty: give the path of a folder")
+    return Path(given)
+
+
 def regular(path: Path) -> Path:
     """Return the path of a regular file; anything else is a user error and is not opened, because that could block."""
     try:

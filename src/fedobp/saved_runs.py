@@ -11,7 +11,7 @@ from fedobp.config import Config, read_config, settings
 from fedobp.csv_rows import read_rows
 from fedobp.errors import FedobpError, short
 from fedobp.evaluation import Accuracy, Metrics, NewClients, Personal, make_protocol, metric_from_json
-from fedobp.files import read_checked_json, regular, sha256_of
+from fedobp.files import folder_path, read_checked_json, regular, sha256_of
 from fedobp.result import Compute, Result, Results, Traffic
 
 _COLUMNS = {"client", "train", "test", "entropy", "served", "last", "personal"}  # of clients.csv, at least
@@ -221,7 +221,9 @@ def find_runs(paths: Sequence[Path]) -> list[SavedRun]:
 
 def load_results(*folders: str | Path) -> Results[Result]:
     """Return the results of finished runs: of each folder of a run, a comparison or a sweep."""
-    return Results(run.to_result() for run in find_runs([Path(folder) for folder in folders]))
+    if not folders:
+        raise FedobpError("load_results has no folder to read: give that of a run, a comparison or a sweep")
+    return Results(run.to_result() for run in find_runs([folder_path(one, "folder") for one in folders]))
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -22,8 +22,7 @@ from fedobp.config import Config
 from fedobp.csv_rows import write_rows
 from fedobp.data import Dataset
 from fedobp.errors import LESS_MEMORY, FedobpError, TryAgain, out_of_memory, short
-from fedobp.federation import folder_path
-from fedobp.files import holder, lock, unwritable, write_json
+from fedobp.files import folder_path, holder, lock, unwritable, write_json
 from fedobp.launch import Progress, StopTraining
 from fedobp.report.tidy import history_rows, tidy_rows
 from fedobp.result import Failure, Result
@@ -65,7 +64,7 @@ def resume_sweep(
     training stops with a checkpoint. A checkpoint is taken every minute, or every `checkpoint_every` rounds (0: none).
     `dataset` is that of the first run, if it is read already; one in memory is that of all runs.
     """
-    folder = folder_path(folder)
+    folder, interval = folder_path(folder, "folder"), Interval(checkpoint_every)
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
     created, is_new = not folder.exists(), not (folder / file).exists()
     plan, refused, bug = plan_folder(folder / file, runs, launches, most, dataset, memory)
@@ -74,7 +73,7 @@ def resume_sweep(
     plan.record()
     found = None
     try:
-        chosen = train or partial(train_launches, interval=Interval(checkpoint_every))
+        chosen = train or partial(train_launches, interval=interval)
         found = chosen(plan, plan.part(runs, shard), deadline, progress, callbacks)
     finally:
         if is_new and shard.count == 1 and (found is None or found.failed):

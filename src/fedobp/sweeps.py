@@ -13,7 +13,8 @@ from fedobp.config import Config
 from fedobp.data import Dataset
 from fedobp.engine import caught
 from fedobp.errors import LESS_MEMORY, FedobpError, described, out_of_memory, short, unknown
-from fedobp.federation import Federation, folder_path, read, source_key, with_dataset
+from fedobp.federation import Federation, read, source_key, with_dataset
+from fedobp.files import folder_path
 from fedobp.grouping import check_launches, group_launches
 from fedobp.launch import Progress, RunPlan, train_side_by_side
 from fedobp.method import Method
@@ -266,7 +267,7 @@ def _folders(out: Sequence[str | Path | None], runs: int, resume: bool) -> list[
     """Return the folders of a sweep's runs, each of its own and free (unless runs go on in them), or what is wrong."""
     if isinstance(out, str | Path) or len(out) != runs:
         raise FedobpError(f"`out` must name a folder for each of the {runs} runs")
-    folders = [None if one is None else folder_path(one) for one in out]
+    folders = [None if one is None else folder_path(one, "out") for one in out]
     named = [folder for folder in folders if folder]
     if len(set(named)) < len(named):
         raise FedobpError("`out` names a folder twice: give each run one of its own")

@@ -159,6 +159,7 @@ def test_tokens_are_not_changed_but_their_labels_may_be():
         ({"labels": (1, 0)}, False),
         ({"labels": (0, 1, 3)}, False),
         ({"labels": (0, 1, -1)}, False),
+        ({"labels": (0, 1.5, 1)}, False),
         ({"group": 4}, True),
         ({"group": 5}, False),
         ({"group": -1}, False),

@@ -162,6 +162,8 @@ def test_a_given_test_part_survives_an_import(tmp_path):
         (lambda: Dataset.from_data([(X, Y), (X[:0], Y[:0])]), "shard of client 1 has no samples"),
         (lambda: Dataset.from_data([(X, Y) * 2, (X[:0], Y[:0]) * 2]), "shard of client 1 has no samples"),
         (lambda: Dataset.from_data([(X, Y), (X, Y, X, Y)]), "must have a test part"),
+        (lambda: Dataset.from_data([(X, Y), (X, None)]), "`labels of client 1` is None: give a list or an array"),
+        (lambda: Dataset.from_data([(X, Y, None, None), (X, Y)]), "`labels of client 0` is None: .* or leave it out"),
         (lambda: Dataset.from_data(lambda client: (X, Y)), "give `clients`"),
         (lambda: Dataset.from_data(X, Y, clients=3), "number of clients that a function is asked for"),
         (lambda: Dataset.from_data(shards(), client=OWNER), "leave `client` and `test` out"),

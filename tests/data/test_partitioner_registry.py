@@ -6,8 +6,8 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from fedobp import Config, Federation, FedobpError
-from fedobp.data import Partitioner, PartitionTask, partition, partitioner
+from fedobp import Config, Dataset, Federation, FedobpError
+from fedobp.data import Partitioner, PartitionTask, partition, partitioner, with_client_changes
 from fedobp.data.client_changes import ClientChange
 from fedobp.options import option
 
@@ -75,6 +75,18 @@ def test_a_class_may_change_inputs_and_share_no_samples():
     assert not np.array_equal(one.data.x.numpy(), other.data.x.numpy())
     shared = Federation(Config(partition=in_turn, clients=4, partition_options={"first": 1}), beside=plain)
     assert shared.data.x is plain.data.x
+
+
+@pytest.mark.parametrize("vector", [np.array, list])
+def test_a_class_may_give_new_labels_as_any_vector_of_whole_numbers(vector):
+    class Relabelled(Halves):
+        def client_changes(self, task):
+            return [ClientChange(labels=vector([1, 0, 2, 3]))] * task.clients
+
+    data = Dataset.from_data(np.ones((len(Y), 2)), Y)
+    shards = partition(Y, 3, kind=Relabelled)
+    assert [shard.change.labels for shard in shards] == [(1, 0, 2, 3)] * 3
+    assert with_client_changes(data, shards).y.tolist() == [1, 0, 2, 3] * 15
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -156,6 +157,17 @@ def test_the_error_for_an_unknown_client_names_the_clients(tmp_path):
         for client in (3, -1):
             with pytest.raises(FedobpError, match=f"no model of client {client}: clients are 0 to 2"):
                 ask(client)
+
+
+def test_a_client_is_any_whole_number_and_nothing_else(tmp_path):
+    made = saved(tmp_path, none=(), two=(1, 7), eight=range(8))
+    for ask in (made.state_dict, lambda client: load_state_dict(tmp_path, client)):
+        for client in (torch.tensor(1), np.int64(1), True):
+            assert torch.equal(ask(client)["fc.weight"], ask(1)["fc.weight"])
+        for client, named in (("0", "'0'"), (1.0, "1.0"), ([1], "[1]"), (torch.tensor(1.5), "tensor(1.5000)")):
+            with pytest.raises(FedobpError, match="`client` must be a whole number, a client's id, not ") as caught:
+                ask(client)
+            assert str(caught.value).endswith(f"not {named}")
 
 
 def test_where_only_the_global_model_was_saved_there_are_no_clients(tmp_path):

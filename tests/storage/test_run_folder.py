@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fedobp import Config, Federation, FedobpError, sweep
+from fedobp import Config, Federation, FedobpError, resume_sweep, sweep
 from fedobp.config import read_config
 from fedobp.engine import Lanes
 from fedobp.files import read_checked_json, write
@@ -259,6 +259,15 @@ def test_an_empty_folder_name_is_refused(out):
         Federation(Config(**TINY)).run(out=out)
     with pytest.raises(FedobpError, match="`out` is empty"):
         sweep([Config(**TINY)], out=[out])
+
+
+def test_what_is_no_path_is_refused():
+    with pytest.raises(FedobpError, match=r"`out` must be the path of a folder, .*, not 3$"):
+        Federation(Config(**TINY)).run(out=3)
+    with pytest.raises(FedobpError, match=r"`out` must be the path of a folder, .*, not 3$"):
+        sweep([Config(**TINY)], out=[3])
+    with pytest.raises(FedobpError, match=r"`folder` must be the path of a folder, .*, not None$"):
+        resume_sweep(None, {"one": Config(**TINY)})
 
 
 def test_folders_are_created_with_their_parents(tmp_path):

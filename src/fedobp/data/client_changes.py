@@ -30,7 +30,7 @@ class ClientChange:
             and self.seed >= 0
             and all(0 <= strength <= 1 for strength in (self.blur, self.contrast, self.colour))
             and len(self.labels) in (0, labels)
-            and all(0 <= label < labels for label in self.labels)
+            and all(isinstance(label, int | np.integer) and 0 <= label < labels for label in self.labels)
             and (self.group is None or (isinstance(self.group, int | np.integer) and 0 <= self.group < clients))
         )
 

@@ -295,7 +295,12 @@ def _names(what: str, given: Any) -> NDArray[Any]:
     array = _array(given)
     if array.dtype != object and not (array.dtype.kind == "U" and not hasattr(given, "dtype")):
         return array
-    cells = list(given)
+    try:
+        cells = list(given)
+    except TypeError as error:  # None, for one
+        raise FedobpError(
+            f"`{what}` is {short(repr(given))}: give a list or an array with a value for each sample, or leave it out"
+        ) from error
     for row, cell in enumerate(cells, 1):
         if cell is None or cell != cell or str(cell) in ("<NA>", "NaT"):  # NaN is not itself
             raise FedobpError(f"`{what}` has no value in row {row}: fill it in, or leave the sample out")

@@ -7,7 +7,7 @@ or a text as default are its options.
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -78,7 +78,8 @@ def changes(maker: Partitioner, task: PartitionTask) -> list[ClientChange]:
                     f"`ClientChange` with values in their ranges, {labels} labels or none, and a group below "
                     f"{task.clients}"
                 )
-    return list(found)
+    # Code of the user may give the labels as an array, which has no truth value.
+    return [one if isinstance(one.labels, tuple) else replace(one, labels=tuple(map(int, one.labels))) for one in found]
 
 
 def _attributed(maker: Partitioner) -> AbstractContextManager[None]:

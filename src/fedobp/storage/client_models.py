@@ -5,6 +5,7 @@ On disk (safetensors, no pickle): `global.safetensors` holds the global model as
 entries are personal.
 """
 
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ class ClientModels:
         """Return a client's model, or the global one, as an ordinary state dict."""
         if client is None:
             return _state_dict(self._layout, self._shared, {})
+        client = _whole(client)
         if client not in self._clients:
             raise _no_client(client, self._clients)
         return _state_dict(self._layout, self._shared, self._clients[client])
@@ -81,6 +83,7 @@ def load_state_dict(run: str | Path, client: int | None = None) -> dict[str, Ten
 
     `run` is a run's folder, the one that holds `models/`.
     """
+    client = None if client is None else _whole(client)
     folder = Path(run) / "models"
     where = short(folder, 200)
     if not (folder / "global.safetensors").exists():
@@ -114,6 +117,14 @@ def _state_dict(layout: Layout, shared: Tensor, record: Mapping[str, Tensor]) ->
     else:
         theta = shared
     return {name: tensor.clone() for name, tensor in layout.views(theta).items()}
+
+
+def _whole(client: object) -> int:
+    """Return a client's id as an integer of Python, which names its entries in a file."""
+    try:
+        return int(operator.index(client))  # type: ignore[arg-type]
+    except TypeError as error:
+        raise FedobpError(f"`client` must be a whole number, a client's id, not {short(repr(client))}") from error
 
 
 def _no_client(client: int, clients: Any) -> FedobpError:
