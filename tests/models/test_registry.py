@@ -148,6 +148,17 @@ class Modes(nn.Module):
         return self.classifier(x if self.training else 2 * x)
 
 
+class NormalisedModes(Modes):
+    """Has a BatchNorm too, which may compute something else in evaluation."""
+
+    def __init__(self, classes):
+        super().__init__(classes)
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, x):
+        return super().forward(self.norm(x.flatten(1)))
+
+
 def frozen(shape, classes):
     module = wide(shape, classes)
     module.fc.weight.requires_grad_(False)
@@ -163,6 +174,7 @@ SAME = wide((1, 8, 8), 10)
         (frozen, "a parameter 'fc.weight' that does not learn"),
         (lambda shape, classes: SAME, "returns the same module twice"),
         (lambda shape, classes: Modes(classes), "something else in evaluation"),
+        (lambda shape, classes: NormalisedModes(classes), "something else in evaluation"),
         (dict, "has no signature"),
     ],
 )

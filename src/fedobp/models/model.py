@@ -128,16 +128,16 @@ class Model:
             raise FedobpError(
                 f"model '{self.name}' has other weights in every call: draw them with torch, whose generator is seeded"
             )
-        if not dict(batch_norm_layers(module)):
-            x = self.zeros(2)
-            x = x if self.vocabulary else torch.linspace(-1, 1, x.numel()).view_as(x)
-            with torch.no_grad(), attributing_errors("model", self.name, self.build):
-                trained, used = again.train()(x.clone()), again.eval()(x.clone())  # a module may change its inputs
-            if not torch.equal(trained, used):
-                raise FedobpError(
-                    f"model '{self.name}' computes something else in evaluation than in training (`self.training`), "
-                    "which is not supported"
-                )
+        again = with_pure_batch_norm(again)  # which does the same in both modes
+        x = self.zeros(2)
+        x = x if self.vocabulary else torch.linspace(-1, 1, x.numel()).view_as(x)
+        with torch.no_grad(), attributing_errors("model", self.name, self.build):
+            trained, used = again.train()(x.clone()), again.eval()(x.clone())  # a module may change its inputs
+        if not torch.equal(trained, used):
+            raise FedobpError(
+                f"model '{self.name}' computes something else in evaluation than in training (`self.training`), "
+                "which is not supported"
+            )
 
     def initial(self, seed: int) -> Tensor:
         """Return theta^0: torch's default initialisation after seeding with `seed`, in float32."""
