@@ -129,7 +129,7 @@ def test_a_network_that_draws_in_its_forward_pass_is_refused():
     try:
         with pytest.raises(FedobpError, match="draws random numbers"):
             Model("hidden-dropout", (4,), 2)
-        with pytest.raises(FedobpError, match="does not take inputs of shape"):
+        with pytest.raises(FedobpError, match="does not take two inputs of shape"):
             Model("hidden-dropout", (5,), 2)
     finally:
         del NETS["hidden-dropout"]

@@ -90,6 +90,17 @@ def test_two_functions_of_one_name_do_not_share_a_launch():
     assert all("cannot be imported" in result.notes[0] for result in results)
 
 
+class Squeezed(nn.Module):
+    """Loses the axis of samples where there is one."""
+
+    def __init__(self, squeeze):
+        super().__init__()
+        self.squeeze, self.classifier = squeeze, nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.classifier(self.squeeze(x))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -103,10 +114,18 @@ def test_two_functions_of_one_name_do_not_share_a_launch():
         (nn.Linear(2, 2), "is a module: give a function"),
         (7, "must be a text"),
         (lambda shape, classes: "no module", "returns no torch module, but a str"),
-        (lambda shape, classes: nn.Sequential(OrderedDict(classifier=nn.Linear(64, 10))), "does not take inputs"),
+        (lambda shape, classes: nn.Sequential(OrderedDict(classifier=nn.Linear(64, 10))), "does not take two inputs"),
         (
             lambda shape, classes: nn.Sequential(OrderedDict(flatten=nn.Flatten(), classifier=nn.Linear(64, 3))),
             r"returns \(2, 3\) for two inputs, and not logits of shape \(2, 10\)",
+        ),
+        (
+            lambda shape, classes: Squeezed(lambda x: x.flatten(1).squeeze()),
+            r"returns \(10,\) for one input, and not logits of shape \(1, 10\)",
+        ),
+        (
+            lambda shape, classes: Squeezed(lambda x: x.squeeze().flatten(1)),
+            r"does not take one input of shape \(1, 8, 8\)",
         ),
     ],
 )

@@ -101,19 +101,25 @@ class Model:
             )
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             before = torch.get_rng_state()
-            with attributing_errors("model", self.name, self.build):
-                try:
-                    logits = module(self.zeros(2))
-                except RuntimeError as error:
-                    raise FedobpError(
-                        f"model '{self.name}' does not take inputs of shape {self.shape}: {first_line(error)}"
-                    ) from error
-            wanted = (2, *(self.shape if self.every_position else ()), self.classes)
-            if not isinstance(logits, Tensor) or tuple(logits.shape) != wanted:
-                got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-                raise FedobpError(f"model '{self.name}' returns {got} for two inputs, and not logits of shape {wanted}")
+            self._check_shape(module.train(), 2, "two inputs")
+            self._check_shape(module.eval(), 1, "one input")  # BatchNorm learns from no batch of one
+            module.train()
             if not torch.equal(before, torch.get_rng_state()):
                 raise FedobpError(f"model '{self.name}' draws random numbers (dropout?), which no run could repeat")
+
+    def _check_shape(self, module: nn.Module, count: int, given: str) -> None:
+        """Raise an error where some inputs are not taken, or their logits have another shape."""
+        with attributing_errors("model", self.name, self.build):
+            try:
+                logits = module(self.zeros(count))
+            except RuntimeError as error:
+                raise FedobpError(
+                    f"model '{self.name}' does not take {given} of shape {self.shape}: {first_line(error)}"
+                ) from error
+        wanted = (count, *(self.shape if self.every_position else ()), self.classes)
+        if not isinstance(logits, Tensor) or tuple(logits.shape) != wanted:
+            got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise FedobpError(f"model '{self.name}' returns {got} for {given}, and not logits of shape {wanted}")
 
     def __repr__(self) -> str:
         size = "x".join(map(str, self.shape))
