@@ -1,8 +1,9 @@
-"""Stop signals: the message on stderr, the exit code, and the files of an interrupted run."""
+"""The start of the command line, and stop signals: the message on stderr, the exit code, and the files of a run."""
 
 import json
 import re
 import signal
+import sys
 import time
 
 import pytest
@@ -139,3 +140,10 @@ def test_a_signal_that_the_caller_ignores_stays_ignored(ran):
     code = STOP + "signal.signal(signal.SIGINT, signal.SIG_IGN); import atexit; atexit.register(stop)\n"
     code += "sys.argv = ['fedobp', '--version']; from fedobp.__main__ import main; main()"
     assert ran("-c", code) == (0, f"fedobp {fedobp.__version__}\n", "")
+
+
+@pytest.mark.parametrize("arguments", ["methods", "--version"])
+def test_a_current_folder_that_is_deleted_is_a_user_error(arguments, ran, tmp_path):
+    commands = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m fedobp {arguments}"
+    said = ran("-c", commands, program="/bin/bash", cwd=tmp_path)
+    assert said == (2, "", "error: the current folder no longer exists: change to another one\n")

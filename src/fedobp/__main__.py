@@ -24,6 +24,7 @@ def main() -> NoReturn:
         if signal.getsignal(number) != signal.SIG_IGN:  # as in `nohup` and in the background of a script
             signal.signal(number, _stop)
     try:
+        _require_folder()
         from fedobp.cli import main as run
 
         run()
@@ -31,6 +32,16 @@ def main() -> NoReturn:
         _exit(stop.code - 128, None)
     finally:
         _exit_on_next_signal()
+
+
+def _require_folder() -> None:
+    """End with a user error if the current folder is deleted: torch's libraries cannot be loaded there."""
+    try:
+        os.getcwd()  # noqa: PTH109 (pathlib takes longer to load)
+    except FileNotFoundError:
+        with suppress(OSError):
+            os.write(2, b"error: the current folder no longer exists: change to another one\n")
+        raise SystemExit(2) from None
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
