@@ -114,8 +114,8 @@ def test_a_run_without_a_folder_does_not_go_on():
         Federation(Config(**SMALL)).run("fedavg", resume=True)
 
 
-@pytest.mark.parametrize("rest", [1e-9, 1e9])
-def test_by_time_the_next_checkpoint_waits_for_the_one_before_and_for_its_rest(rest, tmp_path, monkeypatch):
+@pytest.mark.parametrize("times", [1e-9, 1e9])
+def test_by_time_the_next_checkpoint_waits_ten_times_as_long_as_the_one_before_took(times, tmp_path, monkeypatch):
     """With an interval of 0 s: of two runs side by side, one is written after round 3 only."""
     trained, saved, save = threading.Event(), [], Checkpoints.save
 
@@ -133,13 +133,13 @@ def test_by_time_the_next_checkpoint_waits_for_the_one_before_and_for_its_rest(r
             for _, one in saved:
                 one.wait()
 
-    monkeypatch.setattr("fedobp.checkpoint._REST", rest)
+    monkeypatch.setattr("fedobp.checkpoint._SPACING", times)
     monkeypatch.setattr("fedobp.checkpoint.write_tensors", late)
     monkeypatch.setattr(Checkpoints, "save", noted)
     configs = [Config(**SMALL), Config(**SMALL, seed=7)]
     sweep(configs, out=[tmp_path / "run0", tmp_path / "run1"], progress=progress, interval=Interval(seconds=0.0))
     rounds = [number for number, _ in saved]
-    assert rounds[:4] == [1, 1, 3, 3] if rest < 1 else rounds == [1, 1]
+    assert rounds[:4] == [1, 1, 3, 3] if times < 1 else rounds == [1, 1]
 
 
 def test_only_the_newest_two_are_kept_with_the_clients_that_they_name(tmp_path):

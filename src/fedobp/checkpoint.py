@@ -41,7 +41,7 @@ from fedobp.transfer import AsyncCopy
 
 FOLDER = "checkpoint"
 _KEPT = 2  # checkpoints of a run
-_REST = 10.0  # a checkpoint that took w seconds to write is followed by the next one after 10 w at the earliest
+_SPACING = 10.0  # a checkpoint that took w seconds to write is followed by the next one after 10 w at the earliest
 
 
 class Clients(NamedTuple):
@@ -74,7 +74,7 @@ class Interval:
         """
         if self.rounds is not None:
             return self.rounds > 0 and number % self.rounds == 0
-        return seconds >= max(self.seconds, _REST * writing)
+        return seconds >= max(self.seconds, _SPACING * writing)
 
 
 NEVER = Interval(rounds=0)

@@ -38,7 +38,7 @@ def paper(
     ] = None,
     rounds: Annotated[
         int | None,
-        typer.Option(help="Number of rounds (default: by the scale); overhead, datasets and claims train nothing."),
+        typer.Option(help="Number of rounds (default: by the scale). Not for overhead, datasets, claims."),
     ] = None,
     mode: Annotated[
         str | None,

@@ -195,7 +195,8 @@ class Model:
         """Return whether the features, the classifier's weight and its bias give the logits.
 
         They do not if the weight is that of another layer, or if the network changes the classifier's outputs. A
-        learned scale starts at 1, so parameters are moved away from where they start; bounds show with a large head.
+        learned scale starts at 1, so parameters are moved away from where they start; a network that limits its logits
+        shows it with large weights.
         """
         if not {"classifier.weight", "classifier.bias"} <= set(self.layout.names):
             return False
