@@ -21,7 +21,7 @@ from fedobp.wrapped import inner_of
 # Methods whose programs are plain functions and training by cross-entropy, and that predict by one model.
 PLAIN = ("fedobp", "decoupled", "local", "fedavg", "fedavg-ft", "fedavg-last", "fedper", "lg-fedavg", "fedrep",
          "fedselect", "ditto", "fedbabu", "group-oracle", "pfedsim", "pspfl", "seqfededt", "fedprox", "scaffold",
-         "fedbn", "fedacg")  # fmt: skip
+         "fedbn", "fedacg", "counterdrift")  # fmt: skip
 
 
 # The programs.

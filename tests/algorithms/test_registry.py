@@ -13,7 +13,7 @@ def test_methods_are_found_by_their_names():
         "fedobp", "fedavg", "fedavg-ft", "fedavg-last", "local", "fedper", "fedrep", "fedbabu", "ditto", "fedprox",
         "fedpac", "pfedfda", "scaffold", "lg-fedavg", "pspfl", "floco", "fedrod", "apfl", "pfedme", "fedala", "fedbn",
         "pfedsim", "seqfededt", "decoupled", "flute", "feddpa", "fedselect", "group-oracle",
-        "fedobp-auto", "fedacg",
+        "fedobp-auto", "fedacg", "counterdrift",
     }  # fmt: skip
     assert all(method_class(name) is cls and cls.name == name for name, cls in METHODS.items())
 

@@ -20,12 +20,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedobp import method as fl
-from fedobp.algorithms.fedacg import FedACG
+from fedobp.algorithms.counterdrift import CounterDrift
 from fedobp.averaged import averaged
 from fedobp.label_prior import label_prior
 
 _DECAY = 0.006
-_PARTS = label_prior(averaged(FedACG(beta=0.7), 0.05), "train", "head")
+_PARTS = label_prior(averaged(CounterDrift(beta=0.7, share=0.7), 0.05), "train", "head")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint
 
 from fedobp import plugins
 from fedobp.algorithms.apfl import APFL
+from fedobp.algorithms.counterdrift import CounterDrift
 from fedobp.algorithms.decoupled import Decoupled
 from fedobp.algorithms.ditto import Ditto
 from fedobp.algorithms.fedacg import FedACG
@@ -68,6 +69,7 @@ METHODS: dict[str, type[Method]] = {
         Scaffold,
         FedBN,
         FedACG,
+        CounterDrift,
         FedOBPAuto,
         GroupOracle,
     )
