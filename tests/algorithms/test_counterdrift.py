@@ -21,7 +21,7 @@ def begin(clients=2):
 
 
 def play(server, records, steps, n=(1, 2), method=METHOD):
-    """Play a round in which the first clients, of n samples, move the model by `steps`; return also where they start."""
+    """Play a round of the first clients, which have n samples and move by `steps`; return also where they start."""
     cohort = list(range(len(steps)))
     ctx = context(*cohort)
     download, given = method.download(ctx, server, take(records, cohort))

@@ -16,7 +16,7 @@ from fedobp import Config, Federation, FedobpError
 def test_it_is_the_sum_of_its_parts():
     config = Config(**SMALL, method="fedobp-auto", finetune_epochs=1)
     same = {"prior": "train", "average": 0.05, "calibrate": "head", "weight_decay": 0.006}
-    parts = replace(config, method="fedacg", options={"beta": 0.7}, **same)
+    parts = replace(config, method="counterdrift", options={"beta": 0.7, "share": 0.7}, **same)
     one, other = (Federation(settings).run() for settings in (config, parts))
     assert (one.accuracy, one.last, one.finetuned) == (other.accuracy, other.last, other.finetuned)
     for client in (None, *range(6)):

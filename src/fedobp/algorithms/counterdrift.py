@@ -5,8 +5,8 @@ global model needs is the common part; the rest is drift. SCAFFOLD (Karimireddy 
 every gradient, for twice the traffic and a vector on the client. Here the server takes it off the client's model, a
 share before the training and the rest after it:
 
-    d_i    = n_i (mean r - r_i)   minus the drift of i's last training; the mean is over clients seen, d_i = 0 for others
-    s_i    = theta + beta m + share d_i              what client i receives; it trains from s_i to y_i
+    d_i    = n_i (mean r - r_i)            minus the drift of i's last training; 0 for a client that was not seen yet
+    s_i    = theta + beta m + share d_i    what client i receives; it trains from s_i to y_i
     theta' = mean of y_i + (1 - share) d_i over the cohort,   m' = theta' - theta,   r_i' = (y_i - s_i) / n_i
 
 With share = 1/2 the client's path is centred on the global model, as SCAFFOLD's is. A larger share moves the start up

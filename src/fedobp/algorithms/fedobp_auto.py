@@ -2,8 +2,8 @@
 
 Traffic and passes are FedAvg's, and no state stays on a client. It is made of parts that other methods can have, too:
 
-1. momentum on the server (`fedacg`), so that fewer rounds are needed, and weight decay, without which the clients' many
-   passes over their few samples overfit;
+1. server momentum, and clients that start ahead of their own drift (`counterdrift`), for fewer rounds and for clients
+   whose data differ; and weight decay, without which the clients' many passes over their few samples overfit;
 2. the client's label distribution in the bias of the last layer while it trains (`label_prior`);
 3. an average of the global models of the last twentieth of the rounds (`averaged`);
 4. before use, a bias of the last layer that is fitted to the client's labels (`calibration.fit_biases`), and entries of
@@ -30,7 +30,7 @@ _PARTS = label_prior(averaged(CounterDrift(beta=0.7, share=0.7), 0.05), "train",
 
 @dataclass(frozen=True)
 class FedOBPAuto(fl.Method):
-    """FedAvg with momentum, weight decay and a label prior; for use, an average with a fitted last layer."""
+    """FedAvg without the clients' drift, with a label prior; for use, an average with a fitted last layer."""
 
     name: ClassVar[str] = "fedobp-auto"
     summary: ClassVar[str] = (
@@ -44,11 +44,11 @@ class FedOBPAuto(fl.Method):
         return {"weight_decay": _DECAY}
 
     def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
-        """Hold the average, the newest model and its last move on the server."""
+        """Hold the average, the newest model, its last move and the clients' rates on the server."""
         return _PARTS.init(model, theta, seed)
 
     def download(self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors) -> tuple[fl.Record, fl.Tensors]:
-        """Send the newest model moved on to train, or the average to use."""
+        """Send each client its own start to train, or the average to use."""
         return _PARTS.download(ctx, server, records)
 
     def client_update(self, ctx: fl.RoundContext) -> fl.Program:
@@ -58,7 +58,7 @@ class FedOBPAuto(fl.Method):
     def aggregate(
         self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
     ) -> tuple[fl.Tensors, fl.Tensors]:
-        """Eq. 2: average the uploads; keep the move, and move the average over rounds."""
+        """Average the uploads without their drift; keep the move, and move the average over rounds."""
         return _PARTS.aggregate(ctx, server, records, update)
 
     def personalize(self, ctx: fl.RoundContext) -> fl.Program:
