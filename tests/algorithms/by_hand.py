@@ -1,6 +1,6 @@
 """A method's functions with tiny models and made-up training, so that every number can be computed by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +20,11 @@ def context(*cohort: int, model: Any = None, round: int = 1, epochs: int = 5, cl
     return RoundContext(model, round, rounds=9, clients=clients, epochs=epochs, cohort=torch.tensor(cohort))
 
 
-def run_program(model, program, state, download, steps: Sequence[Tensor] = ()) -> tuple[Client, list[Train]]:
+def run_program(
+    model, program, state, download, steps: Sequence[Tensor] = (), data: Mapping[str, Tensor] = {}
+) -> tuple[Client, list[Train]]:
     """Run one client's program; the k-th `Train` adds steps[k] to learn[0]. Return the client and these phases."""
-    client, phases = Client(state=state, download=download, scratch={}, upload={}, hparams={}), []
+    client, phases = Client(state=state, download=download, scratch={}, upload={}, hparams={}, data=dict(data)), []
     for item in program:
         if isinstance(item, Train):
             name = item.learn[0]

@@ -1,20 +1,20 @@
 """FedAvg with server momentum, whose clients start ahead of their own drift; the server knows each client's last move.
 
-Local training moves client i from its start towards its own data, at a rate r_i for each of its n_i samples. What the
+Local training moves client i from its start towards its own data, at a rate r_i for each of its k_i steps. What the
 global model needs is the common part; the rest is drift. SCAFFOLD (Karimireddy et al., 2020) subtracts the drift from
 every gradient, for twice the traffic and a vector on the client. Here the server takes it off the client's model, a
 share before the training and the rest after it:
 
-    d_i    = n_i (mean r - r_i)            minus the drift of i's last training; 0 for a client that was not seen yet
+    d_i    = k_i (mean r - r_i)            minus the drift of i's last training; 0 for a client that was not seen yet
     s_i    = theta + beta m + share d_i    what client i receives; it trains from s_i to y_i
-    theta' = mean of y_i + (1 - share) d_i over the cohort,   m' = theta' - theta,   r_i' = (y_i - s_i) / n_i
+    theta' = mean of y_i + (1 - share) d_i over the cohort,   m' = theta' - theta,   r_i' = (y_i - s_i) / k_i
 
 With share = 1/2 the client's path is centred on the global model, as SCAFFOLD's is. A larger share moves the start up
 the client's own loss, by what its last training had descended: the gradients are those of points nearby whose loss is
 higher, as in sharpness-aware minimisation, but for no additional pass. If training undoes a displacement a times
 (a < 2 where SGD is stable), d_i grows up to 1 / (1 - a share) times, so a share near 1 can diverge.
 
-Clients count equally, as in SCAFFOLD: with means weighted by n_i training diverged (docs/beyond.md, What failed).
+Clients count equally, as in SCAFFOLD: with means weighted by samples training diverged (docs/methods/counterdrift.md).
 """
 
 from dataclasses import dataclass
@@ -25,14 +25,20 @@ from torch import Tensor
 
 from fedobp import method as fl
 from fedobp.algorithms.fedacg import FedACG
+from fedobp.algorithms.fedavg import take_global
+
+
+def upload_model_and_steps(model: fl.Model, client: fl.Client) -> fl.Client:
+    """Upload the trained model, and in how many steps it was trained."""
+    return client.send(theta=client.theta, steps=client.data["steps"])
 
 
 @dataclass(frozen=True)
 class CounterDrift(FedACG):
     """FedACG with each client's drift taken off by the server.
 
-    One vector down, which is the client's own, and one up; no state on the client. The server holds a vector a client,
-    as FedOBP's does, and three of its own.
+    One vector down, which is the client's own, one vector and a number up; no state on the client. The server holds a
+    vector a client, as FedOBP's does, and three of its own.
     """
 
     name: ClassVar[str] = "counterdrift"
@@ -42,16 +48,20 @@ class CounterDrift(FedACG):
     share: float = fl.option(0.7, "share of a client's drift taken off before it trains; the rest after", low=0, high=1)
 
     def init(self, model: fl.Model, theta: Tensor, seed: int) -> fl.InitialState:
-        """No client has been seen: its n is 0."""
+        """No client has been seen: its number of steps is 0."""
         server, _, state = super().init(model, theta, seed)
         zero = torch.zeros_like(theta)
         none = zero.new_zeros(())
-        return fl.InitialState({**server, "rates": zero, "seen": none}, {"rate": zero, "n": none}, state)
+        return fl.InitialState({**server, "rates": zero, "seen": none}, {"rate": zero, "steps": none}, state)
+
+    def client_update(self, ctx: fl.RoundContext) -> fl.Program:
+        """Train as in FedAvg; also say in how many steps."""
+        return [take_global, fl.Train(ctx.epochs), upload_model_and_steps]
 
     def _drift(self, server: fl.Tensors, records: fl.Tensors) -> Tensor:
         """Return d_i of each client of the cohort."""
         mean = server["rates"] / server["seen"].clamp(min=1)
-        return records["n"][:, None] * (mean - records["rate"])
+        return records["steps"][:, None] * (mean - records["rate"])
 
     def _start(self, server: fl.Tensors, drift: Tensor) -> Tensor:
         """Return s_i of each client of the cohort."""
@@ -67,15 +77,16 @@ class CounterDrift(FedACG):
         self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
     ) -> tuple[fl.Tensors, fl.Tensors]:
         """Average what is left after the drift; keep each client's rate, and the sum of all."""
-        drift, trained, n = self._drift(server, records), update.dense("theta"), update.n.to(records["n"].dtype)
-        rate = (trained - self._start(server, drift)) / n.clamp(min=1)[:, None]
-        new = n > 0  # a client without samples has not trained
-        rate, count = torch.where(new[:, None], rate, records["rate"]), torch.where(new, n, records["n"])
-        theta = fl.average(trained + (1 - self.share) * drift, new.to(trained.dtype))
+        drift, trained = self._drift(server, records), update.dense("theta")
+        steps = update.dense("steps").to(trained.dtype)
+        new = steps > 0  # a client that took no step has not trained
+        rate = (trained - self._start(server, drift)) / steps.clamp(min=1)[:, None]
+        rate, steps = torch.where(new[:, None], rate, records["rate"]), torch.where(new, steps, records["steps"])
+        theta = fl.average(trained + (1 - self.share) * drift, update.n.sign())
         server = {
             "theta": theta,
             "move": theta - server["theta"],
             "rates": server["rates"] + (rate - records["rate"]).sum(dim=0),
-            "seen": server["seen"] + (count.sign() - records["n"].sign()).sum(),
+            "seen": server["seen"] + (steps.sign() - records["steps"].sign()).sum(),
         }
-        return server, {"rate": rate, "n": count}
+        return server, {"rate": rate, "steps": steps}
