@@ -84,6 +84,17 @@ def test_a_client_that_took_no_step_is_not_known_to_drift():
     assert starts == [[0, 9], [0, 9]]  # client 1 is the only one: its rate is the common one
 
 
+def test_a_client_cannot_have_taken_more_steps_than_it_has_samples():
+    server, records = begin()
+    program, ctx = METHOD.client_update(context(0, 1)), context(0, 1)
+    download, _ = METHOD.download(ctx, server, records)
+    clients = [run_program(None, program, {}, take(download, at), [vector(5, 0)], {"steps": torch.tensor(10**15)})[0]
+               for at in (0, 1)]  # fmt: skip
+    _, records = METHOD.aggregate(ctx, server, records, update_of(clients, 1, 2))
+    assert records["steps"].tolist() == [5, 10]  # 5 epochs
+    assert records["rate"].tolist() == [[1, 0], [0.5, 0]]
+
+
 def test_the_server_s_sums_are_those_of_the_clients():
     torch.manual_seed(0)
     server, records = begin(5)

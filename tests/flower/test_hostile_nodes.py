@@ -4,6 +4,7 @@ The oracle is a simulation whose cohorts leave out the clients whose answers wer
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,6 +93,21 @@ def test_an_answer_that_is_wrong_or_late_is_left_out(change, tmp_path, monkeypat
     without(monkeypatch, {3: [bad]})
     federation.run(out=tmp_path / "simulated")
     equal_runs(tmp_path / "run", tmp_path / "simulated")
+
+
+def test_a_whole_number_that_ends_all_training_is_refused(tmp_path):
+    """The number of steps of `counterdrift`, which the server multiplies with."""
+
+    def change(message, values, payload):
+        sent = decode(payload, {"theta": (9610,), "steps": ()})
+        return Message(pack(values, encode({**sent, "steps": torch.tensor(10**12)})), reply_to=message)
+
+    bad = sampled(3)[1]
+    settings, _ = prepared(tmp_path, replace(CONFIG, method="counterdrift", options={}))
+    served(tmp_path, settings, {bad: forge(change)})
+    assert statuses(tmp_path / "run") == {(3, bad, "refused")}
+    [refused] = [line for line in lines(tmp_path / "run") if line["status"] == "refused"]
+    assert "sent values above 1e+06" in refused["reason"]
 
 
 def counted(change):

@@ -12,7 +12,7 @@ share before the training and the rest after it:
 With share = 1/2 the client's path is centred on the global model, as SCAFFOLD's is. A larger share moves the start up
 the client's own loss, by what its last training had descended: the gradients are those of points nearby whose loss is
 higher, as in sharpness-aware minimisation, but for no additional pass. If training undoes a displacement a times
-(a < 2 where SGD is stable), d_i grows up to 1 / (1 - a share) times, so a share near 1 can diverge.
+(a < 2 where SGD is stable), d_i grows up to 1 / (1 - a share) times, and without bound if a share > 1.
 
 Clients count equally, as in SCAFFOLD: with means weighted by samples training diverged (docs/methods/counterdrift.md).
 """
@@ -76,10 +76,13 @@ class CounterDrift(FedACG):
     def aggregate(
         self, ctx: fl.RoundContext, server: fl.Tensors, records: fl.Tensors, update: fl.CohortUpdate
     ) -> tuple[fl.Tensors, fl.Tensors]:
-        """Average what is left after the drift; keep each client's rate, and the sum of all."""
+        """Average what is left after the drift; keep each client's rate, and the sum of all.
+
+        A client that took no step, because it has a single sample, counts in the average, but its rate is not known.
+        """
         drift, trained = self._drift(server, records), update.dense("theta")
-        steps = update.dense("steps").to(trained.dtype)
-        new = steps > 0  # a client that took no step has not trained
+        steps = torch.minimum(update.dense("steps"), update.n * ctx.epochs).to(trained.dtype)  # whatever a node says
+        new = steps > 0
         rate = (trained - self._start(server, drift)) / steps.clamp(min=1)[:, None]
         rate, steps = torch.where(new[:, None], rate, records["rate"]), torch.where(new, steps, records["steps"])
         theta = fl.average(trained + (1 - self.share) * drift, update.n.sign())

@@ -193,7 +193,7 @@ class _Reader:
         upload = decode_expected(payload, self.expected[client])
         for value in upload.values():
             sent = value.values[value.keep] if isinstance(value, Sparse) else value
-            if sent.is_floating_point() and sent.numel() and float(sent.abs().max()) > _LARGEST:
+            if sent.dtype != torch.bool and sent.numel() and float(sent.double().abs().max()) > _LARGEST:
                 raise FedobpError(f"client {client} sent values above {_LARGEST:g}: one of them would end all training")
         return Upload(upload, n, math.nan if loss is None else float(loss), processed)
 
