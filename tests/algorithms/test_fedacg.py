@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from by_hand import context, run_program, update_of, vector
 
@@ -29,7 +28,6 @@ def play(method, server, steps, round=1):
     return server
 
 
-@pytest.mark.essential
 def test_three_rounds_by_hand():
     server, records, state = METHOD.init(None, vector(1, 2), 0)
     assert (records, state) == ({}, {})
