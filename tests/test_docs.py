@@ -85,14 +85,8 @@ def test_every_flag_in_the_docs_exists(command):
     existing = set(re.findall(r"--[a-z][a-z-]*", " ".join(texts))) | {"--version"}
     for page in PAGES:
         used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", page.read_text()))
-        others = {
-            "--strict",
-            "--inputs",
-            "--reader",
-            "--processes",
-            "--cold",
-            "--minutes",
-        }  # of mypy, fuzz.py, benchmarks
+        # Of mypy, tests/fuzz.py and benchmarks:
+        others = {"--strict", "--inputs", "--reader", "--processes", "--cold", "--minutes"}
         assert used - existing - others == set(), page.name
 
 

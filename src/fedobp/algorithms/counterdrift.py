@@ -25,12 +25,12 @@ from torch import Tensor
 
 from fedobp import method as fl
 from fedobp.algorithms.fedacg import FedACG
-from fedobp.algorithms.fedavg import take_global
+from fedobp.algorithms.fedavg import take_global, upload_model
 
 
 def upload_model_and_steps(model: fl.Model, client: fl.Client) -> fl.Client:
     """Upload the trained model, and in how many steps it was trained."""
-    return client.send(theta=client.theta, steps=client.data["steps"])
+    return upload_model(model, client).send(steps=client.data["steps"])
 
 
 @dataclass(frozen=True)
